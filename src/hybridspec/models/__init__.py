@@ -1,0 +1,1 @@
+"""Model definitions, configurations and weight loading."""

@@ -1,0 +1,1 @@
+"""Operators with a plain PyTorch reference each; imports torch (and triton) only."""

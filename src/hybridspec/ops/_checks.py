@@ -1,0 +1,64 @@
+"""Shape contracts of the ops, one line each.
+
+`check("k", k, "N H K", dims)` binds the letters to sizes the first time they are met and compares
+them afterwards. The fast path is one comparison per tensor, because these checks run for every
+layer of every step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["Dims", "check", "check_dtype", "check_last_stride"]
+
+Dims = dict[str, int]
+
+
+def check(name: str, tensor: Tensor, spec: str, dims: Dims) -> None:
+    """Bind or compare the sizes of one tensor.
+
+    Args:
+        name: argument name used in the message.
+        tensor: the tensor to look at; never modified.
+        spec: one letter or number per dimension, separated by spaces.
+        dims: sizes bound so far; in / out.
+
+    Raises:
+        TypeError: if `tensor` is not a tensor.
+        ValueError: if the rank or a size is wrong.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor [{spec}], got {type(tensor).__name__}")
+    letters = spec.split(" ")
+    shape = tensor.shape
+    if len(shape) == len(letters):
+        for letter, size in zip(letters, shape, strict=True):
+            expected = int(letter) if letter.isdigit() else dims.setdefault(letter, size)
+            if expected != size:
+                break
+        else:
+            return
+    known = [letter if letter.isdigit() else str(dims.get(letter, letter)) for letter in letters]
+    raise ValueError(
+        f"{name}: expected shape [{', '.join(letters)}] = [{', '.join(known)}], "
+        f"got {list(tensor.shape)}"
+    )
+
+
+def check_dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
+    """Raise TypeError unless the tensor's dtype is one of `allowed`."""
+    if tensor.dtype not in allowed:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise TypeError(
+            f"{name}: expected dtype {names}, got {str(tensor.dtype).removeprefix('torch.')}"
+        )
+
+
+def check_last_stride(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless neighbouring elements of the last dimension lie side by side."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name}: expected a last stride of 1, got strides {tuple(tensor.stride())}; "
+            f"call .contiguous() on it"
+        )

@@ -1,0 +1,1 @@
+"""Slots, pools, cursors and pages: the memories of the running requests."""

@@ -1,0 +1,1 @@
+"""The speculative decoding method: draft, verify, accept."""
