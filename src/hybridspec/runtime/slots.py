@@ -1,0 +1,92 @@
+"""Who owns which slot and which KV pages.
+
+A request reserves its slot and all the pages that it can ever need when it is admitted, so that a
+running request never fails or has to be restarted; requests that do not fit wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hybridspec.ops.gated_delta_rule import reset_slots
+from hybridspec.runtime.pools import Pools
+
+__all__ = ["Allocator"]
+
+
+@dataclass(slots=True)
+class Allocator:
+    """Hands out slots and pages of `pools`.
+
+    Attributes:
+        pools: the pools whose rows are handed out; grown here if `can_grow`.
+        can_grow: whether a shortage enlarges the pools (CPU) or makes the request wait (GPU).
+        max_slots: most slots, growing included.
+    """
+
+    pools: Pools
+    can_grow: bool
+    max_slots: int
+    _free_slots: list[int] = field(init=False)
+    _free_pages: list[int] = field(init=False)
+    _pages: dict[int, list[int]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Lists are used as stacks: the last entry is the lowest number.
+        self._free_slots = list(range(self.pools.num_slots))[::-1]
+        self._free_pages = list(range(self.pools.num_pages))[::-1]
+
+    @property
+    def num_live(self) -> int:
+        return len(self._pages)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` rows take."""
+        return -(-num_tokens // self.pools.page_size)
+
+    def fits_alone(self, num_tokens: int) -> bool:
+        """Whether a request of this length could run if nothing else did."""
+        pages = self.pages_for(num_tokens)
+        if pages > self.pools.page_table.shape[1]:
+            return False
+        return self.can_grow or pages <= self.pools.num_pages
+
+    def acquire(self, num_tokens: int) -> int | None:
+        """Reserve a clean slot with pages for `num_tokens` rows.
+
+        Returns:
+            The slot, or None if the request has to wait.
+        """
+        pages = self.pages_for(num_tokens)
+        if not self._ensure(pages):
+            return None
+        slot = self._free_slots.pop()
+        mine = [self._free_pages.pop() for _ in range(pages)]
+        self._pages[slot] = mine
+        pools = self.pools
+        row = torch.full((pools.page_table.shape[1],), -1, dtype=torch.int32)
+        row[:pages] = torch.tensor(mine, dtype=torch.int32)
+        pools.page_table[slot] = row.to(pools.device)
+        slots = torch.tensor([slot], dtype=torch.int32, device=pools.device)
+        reset_slots(pools.slot_tensors(), slots)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Give a slot and its pages back."""
+        self._free_pages += reversed(self._pages.pop(slot))
+        self._free_slots.append(slot)
+
+    def _ensure(self, pages: int) -> bool:
+        pools = self.pools
+        if self.can_grow:
+            if not self._free_slots and pools.num_slots < self.max_slots:
+                old = pools.num_slots
+                pools.grow_slots(min(self.max_slots, 2 * old))
+                self._free_slots = list(range(old, pools.num_slots))[::-1]
+            if self._free_slots and len(self._free_pages) < pages:
+                old = pools.num_pages
+                pools.grow_pages(max(2 * old, old + pages))
+                self._free_pages = list(range(old, pools.num_pages))[::-1] + self._free_pages
+        return bool(self._free_slots) and len(self._free_pages) >= pages
