@@ -1,0 +1,56 @@
+# Every target does its own set-up; only Python >= 3.11 and make are needed.
+#   make demo PYTHON=/path/to/python   chooses the Python (and with it an installed torch)
+
+PYTHON ?= $(shell for p in python3 python python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+JOBS ?= 2
+BIN := .venv/bin
+# The plugins are named so that those of another Python's packages stay out. One thread per
+# worker: more only compete for the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --disable-plugin-autoload -p xdist -p timeout \
+	-p hypothesispytest -n $(JOBS) --dist worksteal --timeout 300
+
+.PHONY: help demo test test-full lint format clean
+
+help:
+	@echo 'make demo       generate with the bundled model, then compare with plain decoding'
+	@echo 'make test       linters and tests, at most 10 minutes on 2 cores'
+	@echo 'make test-full  linters and all tests that need no GPU; writes tests/results/test-full.txt'
+	@echo 'make lint       ruff and mypy'
+	@echo 'make format     ruff format and the fixes that ruff can make'
+	@echo 'make clean      remove the virtual environment and caches'
+
+.venv/.ready-engine: requirements/engine.txt requirements/torch.txt pyproject.toml tools/setup_venv.py
+	@test -n '$(PYTHON)' || { echo 'setup: error: no Python 3.11 or newer found' >&2; exit 1; }
+	@$(PYTHON) tools/setup_venv.py .venv requirements/engine.txt
+	@touch $@
+
+.venv/.ready-dev: .venv/.ready-engine requirements/dev.txt
+	@$(PYTHON) tools/setup_venv.py .venv requirements/dev.txt
+	@touch $@
+
+demo: .venv/.ready-engine
+	@$(BIN)/hybridspec generate --max-tokens 200
+	@echo
+	@$(BIN)/hybridspec compare --num-prompts 4 --max-tokens 64
+
+test: .venv/.ready-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(PYTEST) -m 'not gpu and not slow'
+
+test-full: lint
+	@mkdir -p tests/results
+	@$(PYTEST) -m 'not gpu' --timeout 1800 --result-file tests/results/test-full.txt
+
+lint: .venv/.ready-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: .venv/.ready-dev
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache src/*.egg-info

@@ -1,0 +1,53 @@
+"""Options and hooks of the whole test run."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --result-file, which keeps the outcome of a run as a text file."""
+    parser.addoption("--result-file", metavar="FILE", help="write the outcome of the run to FILE")
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    """Write the outcome, what it ran on and the slowest tests to the result file."""
+    path = config.getoption("--result-file")
+    if path is None or hasattr(config, "workerinput"):
+        return
+    import torch
+
+    stats = terminalreporter.stats
+    counts = {name: len(stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    lines = [
+        f"date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+        f"commit: {commit}",
+        f"python {platform.python_version()}, torch {torch.__version__}, "
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        f"selection: {config.getoption('-m') or 'all tests'}",
+        ", ".join(f"{count} {name}" for name, count in counts.items())
+        + f"; exit status {int(exitstatus)}",
+    ]
+    lines += [
+        f"{name}: {report.nodeid}" for name in ("failed", "error") for report in stats.get(name, ())
+    ]
+    calls = sorted(
+        (report for report in stats.get("passed", ()) if report.when == "call"),
+        key=lambda report: -report.duration,
+    )
+    lines += ["", "slowest:"]
+    lines += [f"{report.duration:8.1f} s  {report.nodeid}" for report in calls[:15]]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")

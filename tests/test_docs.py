@@ -1,0 +1,183 @@
+"""Documents name only files, targets, flags and identifiers that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "src").rglob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.md"),
+        *(ROOT / "tests").rglob("*.md"),
+    ]
+)
+CODE_FOLDERS = ("src", "tests", "tools", "benchmarks")
+SUFFIXES = ("py", "md", "txt", "toml", "json", "jsonl", "safetensors", "yml", "csv")
+
+# Words of other projects and of file formats, which documents explain but no code here spells.
+FOREIGN = {
+    "is_croppable",
+    "num_speculative_tokens",
+    "max_spec_len",
+    "mtp_step",
+    "n_accepted",
+    "num_accepted",
+    "accept_len",
+    "initial_state_indices",
+    "ssm_state_indices",
+    "req_idx",
+    "cache_base",
+    "hist_len",
+    "write_pos",
+    "RING_SLOTS",
+    "W_RING",
+    "max_cache_len",
+    "flush_min",
+    "is_flush",
+    "g_cache",
+    "prompt_lookup_num_tokens",
+    "assistant_model",
+    "use_mtp",
+}
+
+
+def words_of_the_code() -> set[str]:
+    """Return every identifier-like word in the project's own code and settings."""
+    files = [file for folder in CODE_FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    files += [ROOT / "pyproject.toml", ROOT / "Makefile", *(ROOT / "requirements").glob("*.txt")]
+    files += (ROOT / "src/hybridspec/bundled").glob("*.json")
+    files = [file for file in files if file != Path(__file__).resolve()]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    return set(re.findall(r"[A-Za-z_][A-Za-z0-9_]*", text))
+
+
+WORDS = words_of_the_code()
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+FLAGS = set(
+    re.findall(
+        r"--[a-z][a-z0-9-]*",
+        "\n".join(
+            file.read_text(encoding="utf-8")
+            for pattern in ("src/**/*.py", "tools/*.py", "benchmarks/**/*.py", "tests/conftest.py")
+            for file in ROOT.glob(pattern)
+        ),
+    )
+)
+
+
+def path_exists(path: str, document: Path) -> bool:
+    """Return whether a path or pattern names something, seen from a likely folder."""
+    bases = (ROOT, document.parent, ROOT / "src", ROOT / "src/hybridspec")
+    path = path.rstrip("/")
+    return any((base / path).exists() or any(base.glob(path)) for base in bases)
+
+
+def complaint(span: str, document: Path) -> str | None:
+    """Return what is wrong with one code span, or None if everything it names exists."""
+    if span.startswith("make "):
+        missing = [t for t in span.split()[1:] if "=" not in t and t not in TARGETS]
+        return f"no make target {missing}" if missing else None
+    if re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", span) and (
+        span.endswith("/") or re.search(rf"\.({'|'.join(SUFFIXES)})$", span)
+    ):
+        return None if path_exists(span, document) else "no such file"
+    unknown_flags = {flag for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)} - FLAGS
+    if unknown_flags:
+        return f"no flag {sorted(unknown_flags)}"
+    return unknown_identifier(span)
+
+
+def unknown_identifier(span: str) -> str | None:
+    """Return a complaint if a span is a (dotted or called) identifier that no code spells."""
+    match = re.fullmatch(r"([A-Za-z_][\w.]*)(\(.*\))?", span)
+    if match is None:
+        return None
+    parts = match[1].split(".")
+    looks_like_code = match[2] or "_" in span or len(parts) > 1 or re.search(r"[a-z][A-Z]", span)
+    unknown = [part for part in parts if part and part not in WORDS and part not in FOREIGN]
+    return f"nothing is called {unknown}" if looks_like_code and unknown else None
+
+
+def links(text: str) -> list[str]:
+    """Return the local targets of a document's links, without anchors."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    return [t.split("#")[0] for t in targets if not re.match(r"(https?:|mailto:|#)", t)]
+
+
+def prose(text: str) -> str:
+    """Return a document without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def name_of(document: Path) -> str:
+    """Return a document's path for test names."""
+    return str(document.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_what_a_document_names_exists(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(text))
+    found = {span: complaint(span, document) for span in spans}
+    assert {span: why for span, why in found.items() if why} == {}
+    assert [t for t in links(text) if not (document.parent / t).exists()] == []
+
+
+def fenced(text: str, *languages: str) -> list[str]:
+    """Return the bodies of a document's fenced blocks of the given languages."""
+    return [
+        body
+        for language, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        if language in languages
+    ]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_commands_in_a_document_parse(document: Path) -> None:
+    import shlex
+
+    from hybridspec.cli.arguments import parse
+
+    for block in fenced(document.read_text(encoding="utf-8"), "sh", "bash", "console"):
+        for line in block.splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words[:1] == ["hybridspec"] and not {"--help", "--version"} & set(words):
+                assert parse(words[1:]).command
+            if words[:1] == ["make"]:
+                assert complaint(" ".join(words), document) is None
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        "make no-such-target",
+        "src/hybridspec/no_such_file.py",
+        "no_such_folder/",
+        "--no-such-flag",
+        "hybridspec generate --no-such-flag",
+        "no_such_function",
+        "hybridspec.NoSuchClass",
+        "no_such_call(x)",
+        "NoSuchClass",
+    ],
+)
+def test_a_missing_thing_is_seen(span: str) -> None:
+    assert complaint(span, ROOT / "README.md") is not None
+
+
+@pytest.mark.parametrize(
+    "span",
+    ["make test", "pyproject.toml", "src/hybridspec/", "--no-speculation", "SamplingParams", "k"],
+)
+def test_an_existing_thing_passes(span: str) -> None:
+    assert complaint(span, ROOT / "README.md") is None
