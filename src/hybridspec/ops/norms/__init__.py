@@ -1,0 +1,7 @@
+"""RMS and L2 normalisation, and the gates of a Gated DeltaNet layer."""
+
+from __future__ import annotations
+
+from .reference import gated_rms_norm, gdn_gates, l2_norm, rms_norm
+
+__all__ = ["gated_rms_norm", "gdn_gates", "l2_norm", "rms_norm"]
