@@ -287,7 +287,7 @@ def verify(
         decay = (cum.unsqueeze(-1) + (window.total - window.cum).unsqueeze(-2)).exp()
         shape = (num_slots, x.shape[1], ratio, 1, size, -1)
         mix = reach.view(num_slots, x.shape[1], 1, 2, size, -1) * decay.view(shape)
-        base = base + mix.view(num_slots, value_heads, 2 * size, -1) @ window.u
+        base = base + mix.reshape(num_slots, value_heads, 2 * size, -1) @ window.u
 
     u, y = delta_rows(x, values, cum, beta, base, scale)
     packing.pack(y.transpose(1, 2), out)
