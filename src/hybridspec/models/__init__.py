@@ -1,1 +1,1 @@
-"""Model definitions, configurations and weight loading."""
+"""Models: from a folder in the Hugging Face layout to logits over the pools."""

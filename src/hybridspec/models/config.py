@@ -1,0 +1,306 @@
+"""What a model is, in this package's words.
+
+The only place that knows the field names of Hugging Face `config.json` files. Every other module
+reads a `ModelConfig`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridspec.errors import CheckpointError, UnsupportedError
+from hybridspec.runtime.pools import PoolGeometry
+
+__all__ = ["GdnConfig", "ModelConfig"]
+
+_SUPPORTED_TYPES = ("qwen3_5", "qwen3_5_text")
+_KNOWN_FAMILIES = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
+_LAYER_KINDS = {"linear_attention": "gdn", "full_attention": "attention"}
+_STATE_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+# Fields whose other values would change the arithmetic: name, values this package computes.
+_FIXED_FIELDS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("hidden_act", ("silu",)),
+    ("attention_bias", (False,)),
+    ("attn_output_gate", (True,)),
+    ("output_gate_type", ("swish", "silu", None)),
+    ("mtp_use_dedicated_embeddings", (False,)),
+    ("quantization_config", (None,)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GdnConfig:
+    """Sizes of the Gated DeltaNet layers: H, HV, K, V and the width of the convolution."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: q, k and v side by side."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes and constants of a hybrid language model.
+
+    Attributes:
+        model_type: family name as the file gives it.
+        layer_kinds: "gdn" or "attention" for every layer of the trunk.
+        rotary_dim: leading dimensions of each attention head that are rotated.
+        max_positions: longest sequence that the model was made for.
+        num_mtp_layers: draft layers that the file announces; the weights decide what is there.
+        state_dtype: dtype in which the checkpoint wants its recurrent states kept.
+        eos_token_ids: tokens that end a sequence.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    ffn_size: int
+    layer_kinds: tuple[str, ...]
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    norm_eps: float
+    max_positions: int
+    is_head_tied: bool
+    gdn: GdnConfig
+    num_mtp_layers: int
+    state_dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the trunk, without the draft head."""
+        return len(self.layer_kinds)
+
+    def pool_geometry(self, *, has_mtp: bool, max_verify_tokens: int = 8) -> PoolGeometry:
+        """Return the sizes of the memories that requests of this model need.
+
+        Args:
+            has_mtp: whether the draft head is run, which needs a KV layer of its own.
+            max_verify_tokens: most rows of one request in a step that verifies.
+        """
+        g = self.gdn
+        num_gdn_layers = self.layer_kinds.count("gdn")
+        conv_rows = g.conv_width - 1 + max_verify_tokens
+        return PoolGeometry(
+            num_gdn_layers=num_gdn_layers,
+            num_kv_layers=self.num_layers - num_gdn_layers + has_mtp,
+            num_key_heads=g.num_key_heads,
+            num_value_heads=g.num_value_heads,
+            key_dim=g.key_dim,
+            value_dim=g.value_dim,
+            conv_channels=g.conv_dim,
+            conv_width=g.conv_width,
+            num_kv_heads=self.num_kv_heads,
+            kv_head_dim=self.head_dim,
+            conv_ring_capacity=1 << (conv_rows - 1).bit_length(),
+        )
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> ModelConfig:
+        """Read `config.json` (and `generation_config.json` for the end tokens) of a folder.
+
+        Args:
+            path: folder in the Hugging Face layout.
+
+        Returns:
+            The configuration of the text model; vision parts of composite files are ignored.
+
+        Raises:
+            CheckpointError: if a file is missing, broken or contradicts itself.
+            UnsupportedError: if it describes a model that this package does not compute.
+        """
+        folder = Path(path)
+        file = folder / "config.json"
+        if not file.is_file():
+            if (folder / "adapter_config.json").is_file():
+                raise UnsupportedError(
+                    f"{folder}: an adapter, not a model; merge it into its base model first"
+                )
+            raise CheckpointError(f"{folder}: expected a model folder with config.json, found none")
+        raw = _read_json(file)
+        generation_file = folder / "generation_config.json"
+        generation = _read_json(generation_file) if generation_file.is_file() else {}
+        return _config_from_fields(_Fields(raw, str(file)), generation.get("eos_token_id"))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not readable as JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, found {type(raw).__name__}")
+    return raw
+
+
+class _Fields:
+    """The fields of one file, with `text_config` before the top level, and messages that name it.
+
+    Args:
+        raw: the parsed file.
+        source: name of the file for messages.
+    """
+
+    def __init__(self, raw: dict[str, Any], source: str) -> None:
+        text = raw.get("text_config", {})
+        if not isinstance(text, dict):
+            raise CheckpointError(f"{source}: text_config: expected an object, found {text!r}")
+        self.source = source
+        self.model_type = raw.get("model_type")
+        self._merged = {**raw, **{k: v for k, v in text.items() if v is not None}}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self._merged.get(name)
+        return default if value is None else value
+
+    def fail(self, name: str, expected: str) -> CheckpointError:
+        found = repr(self._merged[name]) if name in self._merged else "nothing"
+        return CheckpointError(f"{self.source}: {name}: expected {expected}, found {found}")
+
+    def size(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if type(value) is not int or value < 1:
+            raise self.fail(name, "a positive whole number")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name, default)
+        if type(value) not in (int, float) or not value > 0:
+            raise self.fail(name, "a positive number")
+        return float(value)
+
+
+def _config_from_fields(fields: _Fields, generation_eos: Any) -> ModelConfig:
+    _require_known_arithmetic(fields)
+    num_heads = fields.size("num_attention_heads")
+    num_kv_heads = fields.size("num_key_value_heads")
+    if num_heads % num_kv_heads:
+        raise fields.fail(
+            "num_attention_heads", f"a multiple of num_key_value_heads ({num_kv_heads})"
+        )
+    gdn = GdnConfig(
+        num_key_heads=fields.size("linear_num_key_heads"),
+        num_value_heads=fields.size("linear_num_value_heads"),
+        key_dim=fields.size("linear_key_head_dim"),
+        value_dim=fields.size("linear_value_head_dim"),
+        conv_width=fields.size("linear_conv_kernel_dim", 4),
+    )
+    if gdn.num_value_heads % gdn.num_key_heads:
+        raise fields.fail(
+            "linear_num_value_heads", f"a multiple of linear_num_key_heads ({gdn.num_key_heads})"
+        )
+    head_dim = fields.size("head_dim", 256)
+    rope_theta, rotary_dim = _rope(fields, head_dim)
+    return ModelConfig(
+        model_type=fields.model_type,
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=fields.size("hidden_size"),
+        ffn_size=fields.size("intermediate_size"),
+        layer_kinds=_layer_kinds(fields),
+        num_attention_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        rope_theta=rope_theta,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        max_positions=fields.size("max_position_embeddings", 32768),
+        is_head_tied=bool(fields.get("tie_word_embeddings", False)),
+        gdn=gdn,
+        num_mtp_layers=fields.get("mtp_num_hidden_layers", 0),
+        state_dtype=_state_dtype(fields),
+        eos_token_ids=_eos_token_ids(fields, generation_eos),
+    )
+
+
+def _require_known_arithmetic(fields: _Fields) -> None:
+    model_type = fields.model_type
+    if model_type not in _SUPPORTED_TYPES:
+        expected = " or ".join(repr(name) for name in _SUPPORTED_TYPES)
+        message = f"{fields.source}: model_type: expected {expected}, found {model_type!r}"
+        raise (UnsupportedError if model_type in _KNOWN_FAMILIES else CheckpointError)(message)
+    for name, allowed in _FIXED_FIELDS:
+        value = fields.get(name, allowed[0])
+        if value not in allowed:
+            shown = value if isinstance(value, str | bool) else "a value"
+            raise UnsupportedError(
+                f"{fields.source}: {name}: only {allowed[0]!r} is supported, found {shown!r}"
+            )
+    if fields.get("mtp_num_hidden_layers", 0) not in (0, 1):
+        raise UnsupportedError(
+            f"{fields.source}: mtp_num_hidden_layers: only 0 or 1 is supported, "
+            f"found {fields.get('mtp_num_hidden_layers')!r}"
+        )
+
+
+def _rope(fields: _Fields, head_dim: int) -> tuple[float, int]:
+    """Return theta and the rotated dimensions, from `rope_parameters` or the top level."""
+    nested = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(nested, dict):
+        raise fields.fail("rope_parameters", "an object")
+    rope = _Fields(
+        {
+            "rope_theta": fields.get("rope_theta"),
+            "partial_rotary_factor": fields.get("partial_rotary_factor"),
+            **nested,
+        },
+        f"{fields.source}: rope_parameters",
+    )
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        raise UnsupportedError(
+            f"{rope.source}: rope_type: only 'default' is supported, found {rope_type!r}"
+        )
+    rotary_dim = int(head_dim * rope.number("partial_rotary_factor", 0.25))
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise rope.fail("partial_rotary_factor", f"an even share of head_dim ({head_dim})")
+    return rope.number("rope_theta", 10_000.0), rotary_dim
+
+
+def _layer_kinds(fields: _Fields) -> tuple[str, ...]:
+    num_layers = fields.size("num_hidden_layers")
+    names = fields.get("layer_types")
+    if names is None:
+        interval = fields.size("full_attention_interval", 4)
+        return tuple("gdn" if (i + 1) % interval else "attention" for i in range(num_layers))
+    if not isinstance(names, list) or len(names) != num_layers:
+        raise fields.fail("layer_types", f"a list of {num_layers} names (num_hidden_layers)")
+    if unknown := [name for name in map(str, names) if name not in _LAYER_KINDS]:
+        raise UnsupportedError(
+            f"{fields.source}: layer_types: only {', '.join(map(repr, _LAYER_KINDS))} are "
+            f"supported, found {unknown[0]!r}"
+        )
+    return tuple(_LAYER_KINDS[name] for name in names)
+
+
+def _state_dtype(fields: _Fields) -> torch.dtype:
+    name = str(fields.get("mamba_ssm_dtype", "float32"))
+    if name not in _STATE_DTYPES:
+        raise fields.fail("mamba_ssm_dtype", "one of " + ", ".join(map(repr, _STATE_DTYPES)))
+    return _STATE_DTYPES[name]
+
+
+def _eos_token_ids(fields: _Fields, generation_eos: Any) -> tuple[int, ...]:
+    value = fields.get("eos_token_id", []) if generation_eos is None else generation_eos
+    ids = value if isinstance(value, list) else [value]
+    if any(type(token) is not int for token in ids):
+        raise CheckpointError(f"{fields.source}: eos_token_id: expected numbers, found {value!r}")
+    return tuple(ids)

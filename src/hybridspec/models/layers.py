@@ -1,0 +1,269 @@
+"""The layers of a hybrid decoder, written once for prefill and verification.
+
+Plain objects with a `forward`, because on a CPU the module machinery costs as much as a small
+matrix product. `Step.is_prefill` alone decides whether rows are stored or appended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridspec.models.config import ModelConfig
+from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention
+from hybridspec.ops.norms import gated_rms_norm
+from hybridspec.runtime.pools import GdnPool, KvPool
+from hybridspec.runtime.step import Step
+
+__all__ = [
+    "AttentionLayer",
+    "DecoderLayer",
+    "GdnLayer",
+    "Mlp",
+    "RotaryRows",
+    "RotaryTable",
+    "rms_norm",
+]
+
+RotaryRows = tuple[Tensor, Tensor]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the root-mean-square norm of the last dimension.
+
+    y = x / sqrt(mean(x^2) + eps) * weight
+
+    Args:
+        x: activations, [..., D].
+        weight: the whole factor (a stored zero-centred weight plus one), [D], fp32 or fp64; in.
+        eps: added to the mean square.
+
+    Returns:
+        Normed activations, [..., D], dtype of `x`.
+
+    Numerics: computed in the dtype of `weight`; 16-bit activations are rounded once, at the end.
+    """
+    if x.dtype == weight.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+class RotaryTable:
+    """Cosines and sines of the rotary embedding for the positions asked for so far.
+
+    The angle of pair i at position p is p * theta^(-2i / rotary_dim), in fp32; the pair consists of
+    dimensions i and i + rotary_dim / 2. Both halves are stored, the first sines negated, so that
+    rotating is x * cos + swapped_halves(x) * sin.
+
+    Args:
+        rotary_dim: number of rotated dimensions.
+        theta: base of the frequencies.
+        dtype: dtype of the stored values, fp32 or fp64.
+        device: where the table lives.
+    """
+
+    def __init__(
+        self, rotary_dim: int, theta: float, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.rotary_dim = rotary_dim
+        self.theta = theta
+        self.dtype = dtype
+        self.device = device
+        self.num_positions = 0
+        self._cos = self._sin = torch.empty(0, 1, rotary_dim, dtype=dtype, device=device)
+
+    def reserve(self, num_positions: int) -> None:
+        """Make positions 0 .. num_positions - 1 available; cheap when they already are."""
+        if num_positions <= self.num_positions:
+            return
+        exponents = torch.arange(0, self.rotary_dim, 2, device=self.device).float()
+        inv_freq = 1.0 / (self.theta ** (exponents / self.rotary_dim))
+        positions = torch.arange(num_positions, device=self.device).float()
+        angles = positions[:, None, None] * inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        self._cos = torch.cat((cos, cos), dim=-1).to(self.dtype)
+        self._sin = torch.cat((-sin, sin), dim=-1).to(self.dtype)
+        self.num_positions = num_positions
+
+    def rows(self, positions: Tensor) -> RotaryRows:
+        """Return (cos, sin), each [N, 1, rotary_dim], of the rows' positions [N]."""
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+
+def rotate_(x: Tensor, rotary: RotaryRows) -> None:
+    """Rotate the leading dimensions of every head of `x` [N, heads, D], in place."""
+    cos, sin = rotary
+    rotated = x[..., : cos.shape[-1]]
+    swapped = rotated.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    rotated.mul_(cos).addcmul_(swapped, sin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GdnLayer:
+    """Gated DeltaNet: convolved q, k, v, the gated delta rule, a gated norm, a projection.
+
+    Attributes:
+        config: sizes.
+        in_weight: [q | k | v | z | b | a] stacked, [2 H K + 2 HV V + 2 HV, D].
+        conv_weight: [2 H K + HV V, conv_width], newest input last.
+        A_log, dt_bias: [HV], fp32.
+        norm_weight: [V], fp32.
+        out_weight: [D, HV V].
+        backend: which implementation of the ops to use.
+    """
+
+    config: ModelConfig
+    in_weight: Tensor
+    conv_weight: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    norm_weight: Tensor
+    out_weight: Tensor
+    backend: str
+
+    def forward(self, x: Tensor, step: Step, pool: GdnPool) -> Tensor:
+        """Mix rows [N, D] along their requests; appends to the logs in `pool`."""
+        g = self.config.gdn
+        q_size, v_size = g.num_key_heads * g.key_dim, g.num_value_heads * g.value_dim
+        qkv, z, b, a = F.linear(x, self.in_weight).split(
+            (g.conv_dim, v_size, g.num_value_heads, g.num_value_heads), dim=-1
+        )
+        qkv = self._convolve(qkv, step, pool)
+        q, k, v = qkv.split((q_size, q_size, v_size), dim=-1)
+        y = self._mix(
+            q.unflatten(-1, (g.num_key_heads, g.key_dim)),
+            k.unflatten(-1, (g.num_key_heads, g.key_dim)),
+            v.unflatten(-1, (g.num_value_heads, g.value_dim)),
+            a,
+            b,
+            step,
+            pool,
+        )
+        z = z.unflatten(-1, (g.num_value_heads, g.value_dim))
+        y = gated_rms_norm(y, z, self.norm_weight, self.config.norm_eps)
+        return F.linear(y.flatten(-2), self.out_weight)
+
+    def _convolve(self, qkv: Tensor, step: Step, pool: GdnPool) -> Tensor:
+        logs = (qkv, self.conv_weight, pool.conv_ring, step.seq_len, step.cu_seqlens, step.slots)
+        if step.is_prefill:
+            return causal_conv1d.prefill(
+                *logs, max_seqlen=step.max_rows, activation="silu", backend=self.backend
+            )
+        return causal_conv1d.verify(
+            *logs, max_verify_tokens=step.max_rows, activation="silu", backend=self.backend
+        )
+
+    def _mix(
+        self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, step: Step, pool: GdnPool
+    ) -> Tensor:
+        rows = (q, k, v, a, b, self.A_log, self.dt_bias)
+        logs = (pool.state, pool.ring, step.cu_seqlens, step.slots)
+        if step.is_prefill:
+            return gated_delta_rule.prefill(
+                *rows, *logs, max_seqlen=step.max_rows, backend=self.backend
+            )
+        return gated_delta_rule.verify(
+            *rows,
+            *logs,
+            max_verify_tokens=step.max_rows,
+            is_fold=step.is_fold,
+            backend=self.backend,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """Grouped-query attention with normed, partly rotated q and k and a gated output.
+
+    Attributes:
+        config: sizes.
+        in_weight: [q | k | v | gate] stacked, [(2 Hq + 2 Hkv) d, D].
+        qk_norm_weight: norm factors of every head of q and k, [Hq + Hkv, d], fp32.
+        out_weight: [D, Hq d].
+        backend: which implementation of the ops to use.
+    """
+
+    config: ModelConfig
+    in_weight: Tensor
+    qk_norm_weight: Tensor
+    out_weight: Tensor
+    backend: str
+
+    def forward(
+        self, x: Tensor, rotary: RotaryRows, step: Step, pool: KvPool, page_table: Tensor
+    ) -> Tensor:
+        """Attend from rows [N, D] to their requests' pages; appends keys and values there."""
+        c = self.config
+        q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        qk, v, gate = F.linear(x, self.in_weight).split((q_size + kv_size, kv_size, q_size), dim=-1)
+        q, k = self._norm_and_rotate(qk, rotary).split((c.num_attention_heads, c.num_kv_heads), 1)
+        v = v.unflatten(-1, (c.num_kv_heads, c.head_dim))
+        logs = (pool.k_pages, pool.v_pages, page_table, step.seq_len, step.cu_seqlens, step.slots)
+        if step.is_prefill:
+            y = paged_attention.prefill(
+                q, k, v, *logs, max_seqlen=step.max_rows, backend=self.backend
+            )
+        else:
+            y = paged_attention.verify(
+                q, k, v, *logs, max_verify_tokens=step.max_rows, backend=self.backend
+            )
+        return F.linear(y.flatten(-2) * gate.sigmoid(), self.out_weight)
+
+    def _norm_and_rotate(self, qk: Tensor, rotary: RotaryRows) -> Tensor:
+        weight = self.qk_norm_weight
+        heads = qk.unflatten(-1, weight.shape).to(weight.dtype)
+        heads = F.rms_norm(heads, weight.shape[-1:], None, self.config.norm_eps).mul_(weight)
+        rotate_(heads, rotary)
+        return heads.to(qk.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp:
+    """Gated MLP: down(silu(gate x) * up x); gate_up_weight [2 F, D], down_weight [D, F]."""
+
+    gate_up_weight: Tensor
+    down_weight: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP's output, [N, D]."""
+        gate, up = F.linear(x, self.gate_up_weight).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down_weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """One residual block: norm, mixer, norm, MLP.
+
+    Attributes:
+        mixer: the layer that mixes rows along a request.
+        mlp: the layer that acts on each row.
+        mixer_norm_weight, mlp_norm_weight: whole norm factors, [D], fp32.
+        norm_eps: of both norms.
+        pool_index: which of `Pools.gdn` or `Pools.kv` is this layer's.
+    """
+
+    mixer: GdnLayer | AttentionLayer
+    mlp: Mlp
+    mixer_norm_weight: Tensor
+    mlp_norm_weight: Tensor
+    norm_eps: float
+    pool_index: int
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryRows,
+        step: Step,
+        pool: GdnPool | KvPool,
+        page_table: Tensor,
+    ) -> Tensor:
+        """Return the residual stream after this layer, [N, D]; appends to the logs in `pool`."""
+        normed = rms_norm(x, self.mixer_norm_weight, self.norm_eps)
+        if isinstance(self.mixer, GdnLayer):
+            x = x + self.mixer.forward(normed, step, pool)
+        else:
+            x = x + self.mixer.forward(normed, rotary, step, pool, page_table)
+        return x + self.mlp.forward(rms_norm(x, self.mlp_norm_weight, self.norm_eps))
