@@ -172,7 +172,9 @@ class Pools:
     def slot_bytes(self) -> int:
         """Bytes of one slot: states, rings and cursors, without pages."""
         g = self.geometry
-        fixed = g.state_bytes(self.state_dtype) + g.ring_bytes(self.dtype) + g.conv_bytes(self.dtype)
+        fixed = (
+            g.state_bytes(self.state_dtype) + g.ring_bytes(self.dtype) + g.conv_bytes(self.dtype)
+        )
         return fixed + 4 * (3 + self.page_table.shape[1])
 
     def page_bytes(self) -> int:

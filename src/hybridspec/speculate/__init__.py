@@ -1,1 +1,18 @@
-"""The speculative decoding method: draft, verify, accept."""
+"""The speculative decoding method: draft, verify, accept, commit."""
+
+from __future__ import annotations
+
+from hybridspec.speculate.choose import ChoiceRule, choose_tokens
+from hybridspec.speculate.draft import Drafter, MtpDrafter
+from hybridspec.speculate.verify import Verified, commit_rows, layout_rows, verify_drafts
+
+__all__ = [
+    "ChoiceRule",
+    "Drafter",
+    "MtpDrafter",
+    "Verified",
+    "choose_tokens",
+    "commit_rows",
+    "layout_rows",
+    "verify_drafts",
+]

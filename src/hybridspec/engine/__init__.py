@@ -1,0 +1,15 @@
+"""Continuous batching over the speculative decoding method."""
+
+from __future__ import annotations
+
+from hybridspec.engine.llm import LLM, EngineInfo
+from hybridspec.engine.outputs import CompletionOutput, RequestOutput, RequestStats, StepOutput
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineInfo",
+    "RequestOutput",
+    "RequestStats",
+    "StepOutput",
+]

@@ -1,0 +1,167 @@
+"""The engine's core: takes requests, runs steps, hands out what each step added."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hybridspec.config import EngineConfig, SamplingParams
+from hybridspec.engine.memory import plan_pools
+from hybridspec.engine.request import Request
+from hybridspec.engine.runner import Runner
+from hybridspec.engine.scheduler import Scheduler
+from hybridspec.errors import CapacityError
+from hybridspec.models import HybridModel, load_model, load_tokenizer
+from hybridspec.models.tokenizer import Detokenizer
+from hybridspec.runtime import Allocator, Pools
+from hybridspec.speculate import ChoiceRule, Drafter, MtpDrafter
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """A loaded model with its pools and queues.
+
+    Args:
+        folder: model folder in Hugging Face layout.
+        config: options; "auto" and None are resolved here, into `self.config`.
+        drafter: proposes tokens in place of the checkpoint's MTP head.
+    """
+
+    def __init__(
+        self, folder: Path, config: EngineConfig, *, drafter: Drafter | None = None
+    ) -> None:
+        self.folder = folder
+        device = config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+        self.model: HybridModel = load_model(folder, dtype=dtype, device=device)
+        self.tokenizer = load_tokenizer(folder)
+        self.config, pool_plan = plan_pools(self.model, config, has_drafter=drafter is not None)
+        self.pools = Pools(
+            pool_plan.geometry,
+            num_slots=pool_plan.num_slots,
+            num_pages=pool_plan.num_pages,
+            page_size=pool_plan.page_size,
+            max_pages_per_slot=pool_plan.max_pages_per_slot,
+            dtype=self.model.dtype,
+            state_dtype=getattr(torch, self.config.state_dtype),
+            device=self.model.device,
+        )
+        self.allocator = Allocator(
+            self.pools, can_grow=pool_plan.can_grow, max_slots=pool_plan.max_slots
+        )
+        self.scheduler = Scheduler(self.allocator)
+        if drafter is None and self.config.draft_tokens > 0:
+            drafter = MtpDrafter(self.model, self.pools)
+        self.runner = Runner(self.model, self.pools, drafter, self.config.draft_tokens)
+        self._ids = itertools.count()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def make_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+        """Check a request without queueing it.
+
+        Raises:
+            ValueError: if the prompt or a parameter does not fit the model.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        if text is not None and self.tokenizer is None:
+            raise ValueError(
+                f"prompt: {self.folder} has no tokenizer.json, so text cannot be used; "
+                f"give prompt_token_ids"
+            )
+        ids = self.tokenizer.encode(text) if text is not None else list(prompt)
+        self._check_prompt(ids)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop: needs a tokenizer.json in the model folder; there is none")
+        vocab = self.model.config.vocab_size
+        for token in params.stop_token_ids:
+            if token >= vocab:
+                raise ValueError(
+                    f"stop_token_ids: expected ids below the vocabulary size {vocab}, got {token}"
+                )
+        max_len = self.config.max_model_len
+        limit = max_len - len(ids)
+        if params.max_tokens is not None:
+            limit = min(limit, params.max_tokens)
+        if not self.allocator.fits_alone(len(ids) + limit):
+            raise CapacityError(
+                f"prompt: a request of {len(ids)} prompt tokens and up to {limit} new ones does "
+                f"not fit the KV pages ({self.pools.num_pages} x {self.pools.page_size} tokens); "
+                f"lower max_tokens or raise memory_fraction"
+            )
+        ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= frozenset(self.model.config.eos_token_ids)
+        return Request(
+            request_id=next(self._ids),
+            prompt=text,
+            prompt_token_ids=ids,
+            params=params,
+            rule=ChoiceRule(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                seed=secrets.randbits(63) if params.seed is None else params.seed,
+                forbidden=tuple(sorted(ends)) if params.min_tokens else (),
+                forbidden_until=len(ids) + params.min_tokens,
+            ),
+            stop_ids=ends,
+            limit=limit,
+            detokenizer=Detokenizer(self.tokenizer) if self.tokenizer is not None else None,
+        )
+
+    def _check_prompt(self, ids: list[int]) -> None:
+        if not ids:
+            raise ValueError("prompt: expected at least one token, got an empty prompt")
+        vocab = self.model.config.vocab_size
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise TypeError(f"prompt_token_ids: expected integers, got {token!r}")
+            if not 0 <= token < vocab:
+                raise ValueError(f"prompt_token_ids: expected ids in 0..{vocab - 1}, got {token}")
+        max_len = self.config.max_model_len
+        if len(ids) >= max_len:
+            raise ValueError(
+                f"prompt: expected fewer tokens than the context of {max_len}, got {len(ids)}"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request made by `make_request`."""
+        self.scheduler.add(request)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit what fits, process some prompt rows, and decode every running request once.
+
+        What the step added to a request lands in its outbox. A step that fails takes the requests
+        that were in it along, since their checkpoints may be folded by half; waiting ones stay.
+        """
+        scheduler = self.scheduler
+        scheduler.admit()
+        try:
+            if scheduler.prefilling:
+                self.runner.prefill(scheduler.prefill_chunks())
+                scheduler.settle()
+            if scheduler.running:
+                self.runner.decode(scheduler.running)
+                scheduler.settle()
+        except BaseException:
+            for request in [*scheduler.prefilling, *scheduler.running]:
+                self.abort(request)
+            raise
+
+    def abort(self, request: Request) -> None:
+        """Drop a request at any time; nothing of it stays behind."""
+        self.scheduler.remove(request)
+        if request.finish_reason is None:
+            request.finish_reason = "abort"

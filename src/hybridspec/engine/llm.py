@@ -1,0 +1,257 @@
+"""The public face of the engine: load a model, generate, stream, describe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hybridspec.bundled import bundled_model_path
+from hybridspec.config import EngineConfig, SamplingParams
+from hybridspec.engine.engine import Engine
+from hybridspec.engine.memory import available_bytes, request_bytes
+from hybridspec.engine.outputs import RequestOutput, StepOutput
+from hybridspec.engine.request import Request
+from hybridspec.models import ModelConfig
+
+__all__ = ["LLM", "EngineInfo"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine runs on and what a request costs in it.
+
+    Attributes:
+        model: folder that was loaded.
+        config: options, every "auto" resolved.
+        model_config: sizes of the model.
+        num_parameters: weights on the device, the draft head's included.
+        has_mtp: whether the checkpoint holds a draft head.
+        backends: per op, the backend in use and why.
+        request_bytes: per kind of memory, bytes that one request holds whatever its length.
+        kv_bytes_per_token: bytes of keys and values that each of its tokens adds.
+        snapshot_bytes: recurrent states that one request would need with a snapshot per verified
+            row (draft_tokens + 1 of them), which is what `request_bytes` replaces.
+        num_requests_fit: requests of max_model_len tokens that fit the memory.
+    """
+
+    model: str
+    config: EngineConfig
+    model_config: ModelConfig
+    num_parameters: int
+    has_mtp: bool
+    backends: dict[str, tuple[str, str]]
+    request_bytes: dict[str, int]
+    kv_bytes_per_token: int
+    snapshot_bytes: int
+    num_requests_fit: int
+
+
+class LLM:
+    """A hybrid language model that decodes speculatively, exactly.
+
+    Example:
+        >>> from hybridspec import LLM, SamplingParams
+        >>> llm = LLM("bundled", device="cpu")
+        >>> [result] = llm.generate("import os\\n", SamplingParams(temperature=0, max_tokens=8))
+        >>> len(result.outputs[0].token_ids)
+        8
+
+    Args:
+        model: folder in Hugging Face layout, or "bundled" for the model in this package.
+        draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
+        dtype: of weights, activations and rings; "auto" is float32 on CPU, else the file's.
+        state_dtype: of the recurrent state; "auto" is the checkpoint's.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        max_model_len: most tokens of a request, prompt included; None is the model's limit.
+        memory_fraction: share of the GPU's memory to use; pools on CPU grow with use.
+
+    Raises:
+        CheckpointError: if the folder cannot be read or is not what its config says.
+        UnsupportedError: if the model or an option of it is not implemented.
+        ValueError, TypeError: if an option is wrong; the message names it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        draft_tokens: int = 3,
+        dtype: str = "auto",
+        state_dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        memory_fraction: float = 0.9,
+    ) -> None:
+        config = EngineConfig(
+            draft_tokens=draft_tokens,
+            dtype=dtype,
+            state_dtype=state_dtype,
+            device=device,
+            max_model_len=max_model_len,
+            memory_fraction=memory_fraction,
+        )
+        self._engine = Engine(bundled_model_path() if model == "bundled" else Path(model), config)
+
+    @property
+    def config(self) -> EngineConfig:
+        """Options with every "auto" resolved."""
+        return self._engine.config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Sizes of the loaded model."""
+        return self._engine.model.config
+
+    @property
+    def tokenizer(self) -> Any:
+        """The folder's tokenizer, or None."""
+        return self._engine.tokenizer
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one or many prompts.
+
+        Args:
+            prompts: a text or a list of texts; or None.
+            sampling_params: one for all, or one per prompt; None is SamplingParams().
+            prompt_token_ids: the prompts as tokens instead: one list, or a list of lists.
+
+        Returns:
+            One finished RequestOutput per prompt, in the order of the prompts.
+
+        Raises:
+            ValueError, TypeError, CapacityError: if a prompt or a parameter does not fit; nothing
+                is generated then.
+        """
+        requests = self._requests(prompts, sampling_params, prompt_token_ids)
+        for _ in self._run(requests):
+            pass
+        return [request.output() for request in requests]
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+    ) -> Iterator[StepOutput]:
+        """Continue one prompt, yielding what each step adds.
+
+        The arguments are checked before this returns. Closing the iterator drops the request.
+        """
+        if prompt is not None and not isinstance(prompt, str):
+            raise TypeError(f"prompt: expected one text, got {type(prompt).__name__}")
+        return self._run(self._requests(prompt, sampling_params, prompt_token_ids))
+
+    def describe(self) -> EngineInfo:
+        """Say what this engine runs on and what a request costs."""
+        engine, pools = self._engine, self._engine.pools
+        g = pools.geometry
+        parts = {
+            "GDN state": g.state_bytes(pools.state_dtype),
+            "GDN ring": g.ring_bytes(pools.dtype),
+            "conv ring": g.conv_bytes(pools.dtype),
+        }
+        kv_per_token = g.kv_bytes_per_token(pools.dtype)
+        max_len = self.config.max_model_len
+        assert max_len is not None
+        whole = request_bytes(g, pools.dtype, pools.state_dtype) + kv_per_token * max_len
+        if pools.device.type == "cuda":
+            fit = min(pools.num_slots, pools.num_pages // engine.allocator.pages_for(max_len))
+        else:
+            fit = min(engine.allocator.max_slots, available_bytes(pools.device) // whole)
+        return EngineInfo(
+            model=str(engine.folder),
+            config=self.config,
+            model_config=engine.model.config,
+            num_parameters=_count_parameters(engine.model),
+            has_mtp=engine.model.mtp is not None,
+            backends=_backends(pools.device.type),
+            request_bytes=parts,
+            kv_bytes_per_token=kv_per_token,
+            snapshot_bytes=(self.config.draft_tokens + 1) * parts["GDN state"],
+            num_requests_fit=fit,
+        )
+
+    def _requests(
+        self,
+        prompts: str | Sequence[str] | None,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+    ) -> list[Request]:
+        if (prompts is None) == (prompt_token_ids is None):
+            raise ValueError("prompts: give either prompts or prompt_token_ids, and not both")
+        items: list[str | Sequence[int]]
+        if prompts is not None:
+            items = [prompts] if isinstance(prompts, str) else list(prompts)
+            for item in items:
+                if not isinstance(item, str):
+                    raise TypeError(
+                        f"prompts: expected a text or a list of texts, got {type(item).__name__}"
+                    )
+        else:
+            given = list(prompt_token_ids)  # type: ignore[arg-type]
+            is_nested = bool(given) and not isinstance(given[0], int)
+            items = given if is_nested else [given]
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(items)
+        else:
+            each = list(params)
+            if len(each) != len(items):
+                raise ValueError(
+                    f"sampling_params: expected one or {len(items)} (one per prompt), "
+                    f"got {len(each)}"
+                )
+        for one in each:
+            if not isinstance(one, SamplingParams):
+                raise TypeError(
+                    f"sampling_params: expected SamplingParams, got {type(one).__name__}"
+                )
+        return [self._engine.make_request(item, one) for item, one in zip(items, each, strict=True)]
+
+    def _run(self, requests: list[Request]) -> Iterator[StepOutput]:
+        """Run the engine until these requests are done; drop them if the caller stops early."""
+        engine = self._engine
+        try:
+            for request in requests:
+                engine.add(request)
+            while True:
+                for request in requests:
+                    while request.outbox:
+                        yield request.outbox.pop(0)
+                if all(request.finish_reason is not None for request in requests):
+                    return
+                engine.step()
+        finally:
+            for request in requests:
+                if request.finish_reason is None:
+                    engine.abort(request)
+
+
+def _backends(device: str) -> dict[str, tuple[str, str]]:
+    reason = f"plain PyTorch, the only backend of this op on {device}"
+    ops = ("gated_delta_rule", "causal_conv1d", "paged_attention", "sampling")
+    return dict.fromkeys(ops, ("reference", reason))
+
+
+def _count_parameters(part: Any, seen: set[int] | None = None) -> int:
+    """Elements of all distinct tensors of a model made of dataclasses and tuples."""
+    seen = set() if seen is None else seen
+    if isinstance(part, Tensor):
+        is_new = part.data_ptr() not in seen
+        seen.add(part.data_ptr())
+        return part.numel() if is_new else 0
+    if isinstance(part, tuple):
+        return sum(_count_parameters(item, seen) for item in part)
+    if is_dataclass(part):
+        return sum(_count_parameters(getattr(part, f.name), seen) for f in fields(part))
+    return 0

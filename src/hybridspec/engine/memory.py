@@ -1,0 +1,125 @@
+"""How large the pools are, and what a request costs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+
+import torch
+
+from hybridspec.config import EngineConfig
+from hybridspec.errors import CapacityError
+from hybridspec.models import HybridModel
+from hybridspec.runtime import PoolGeometry
+
+__all__ = ["PoolPlan", "available_bytes", "plan_pools"]
+
+PAGE_SIZE = 64  # tokens per KV page
+CPU_MAX_SLOTS = 64
+GPU_MAX_SLOTS = 256
+
+_log = logging.getLogger("hybridspec")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """Sizes of the pools at start.
+
+    Attributes:
+        geometry: sizes of one request's memories.
+        num_slots, num_pages, page_size, max_pages_per_slot: as in Pools.
+        max_slots: most slots ever.
+        can_grow: whether the pools grow with use.
+    """
+
+    geometry: PoolGeometry
+    num_slots: int
+    num_pages: int
+    page_size: int
+    max_pages_per_slot: int
+    max_slots: int
+    can_grow: bool
+
+
+def plan_pools(
+    model: HybridModel, config: EngineConfig, *, has_drafter: bool
+) -> tuple[EngineConfig, PoolPlan]:
+    """Resolve every "auto" of `config` for this model and size the pools.
+
+    Raises:
+        ValueError: if max_model_len is longer than the model's.
+        CapacityError: if not even one short request fits the GPU.
+    """
+    limit = model.config.max_positions
+    max_len = limit if config.max_model_len is None else config.max_model_len
+    if max_len > limit:
+        raise ValueError(f"max_model_len: expected at most the model's {limit}, got {max_len}")
+    draft_tokens = config.draft_tokens
+    if draft_tokens and model.mtp is None and not has_drafter:
+        _log.warning(
+            "this checkpoint has no MTP head (mtp.* tensors): decoding without drafts, "
+            "as with draft_tokens=0"
+        )
+        draft_tokens = 0
+    state_dtype = model.config.state_dtype if config.state_dtype == "auto" else config.state_dtype
+    resolved = replace(
+        config,
+        draft_tokens=draft_tokens,
+        dtype=_name(model.dtype),
+        state_dtype=_name(state_dtype),
+        device=str(model.device),
+        max_model_len=max_len,
+    )
+    pages_per_slot = -(-max_len // PAGE_SIZE)
+    geometry = model.config.pool_geometry(has_mtp=model.mtp is not None and draft_tokens > 0)
+    if model.device.type == "cpu":
+        return resolved, PoolPlan(
+            geometry=geometry,
+            num_slots=1,
+            num_pages=min(pages_per_slot, 16),
+            page_size=PAGE_SIZE,
+            max_pages_per_slot=pages_per_slot,
+            max_slots=CPU_MAX_SLOTS,
+            can_grow=True,
+        )
+    slot_bytes = request_bytes(geometry, model.dtype, getattr(torch, resolved.state_dtype))
+    page_bytes = PAGE_SIZE * geometry.kv_bytes_per_token(model.dtype)
+    free, total = torch.cuda.mem_get_info(model.device)
+    budget = free - int((1 - config.memory_fraction) * total)
+    # Half for the fixed part of requests, at most; pages take what is left.
+    num_slots = min(GPU_MAX_SLOTS, budget // 2 // slot_bytes)
+    num_pages = (budget - num_slots * slot_bytes) // page_bytes if num_slots > 0 else 0
+    if num_slots < 1 or num_pages < 1:
+        raise CapacityError(
+            f"memory_fraction: {config.memory_fraction:g} of {total >> 20} MiB leaves "
+            f"{max(budget, 0) >> 20} MiB for requests; one needs at least "
+            f"{(slot_bytes + page_bytes) >> 20} MiB"
+        )
+    return resolved, PoolPlan(
+        geometry=geometry,
+        num_slots=num_slots,
+        num_pages=min(num_pages, num_slots * pages_per_slot),
+        page_size=PAGE_SIZE,
+        max_pages_per_slot=pages_per_slot,
+        max_slots=num_slots,
+        can_grow=False,
+    )
+
+
+def request_bytes(geometry: PoolGeometry, dtype: torch.dtype, state_dtype: torch.dtype) -> int:
+    """Bytes of one request whatever its length: states, rings and conv rings."""
+    return (
+        geometry.state_bytes(state_dtype) + geometry.ring_bytes(dtype) + geometry.conv_bytes(dtype)
+    )
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that is free for pools now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _name(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,146 @@
+"""One request from its prompt to its last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hybridspec.config import SamplingParams
+from hybridspec.engine.outputs import CompletionOutput, RequestOutput, RequestStats, StepOutput
+from hybridspec.models.tokenizer import Detokenizer
+from hybridspec.speculate import ChoiceRule
+
+__all__ = ["Request"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A request's tokens, its text and where it stands.
+
+    Attributes:
+        request_id: number, unique in its engine.
+        prompt: the prompt's text if it was given as text.
+        prompt_token_ids: its tokens.
+        params: sampling parameters.
+        rule: the same as the sampler wants them, the seed drawn.
+        stop_ids: tokens that end the request.
+        limit: most tokens to generate.
+        detokenizer: turns tokens into text; None without a tokenizer.
+        token_ids: tokens generated so far.
+        drafts: proposed tokens, verified in the next step.
+        slot: index in the pools while running, else None.
+        num_prefilled: prompt rows already processed.
+        outbox: step outputs that were not fetched yet.
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    rule: ChoiceRule
+    stop_ids: frozenset[int]
+    limit: int
+    detokenizer: Detokenizer | None
+    token_ids: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    slot: int | None = None
+    num_prefilled: int = 0
+    outbox: list[StepOutput] = field(default_factory=list)
+    admitted_at: float = 0.0
+    finish_reason: str | None = None
+    stats: RequestStats = field(default_factory=RequestStats)
+    _text: str = ""
+    _num_emitted: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and continuation."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+    @property
+    def max_tokens_in_logs(self) -> int:
+        """Rows that the request's logs can ever hold."""
+        return len(self.prompt_token_ids) + self.limit
+
+    @property
+    def max_useful_drafts(self) -> int:
+        """Drafts that can still be committed in one step, the step's own token aside."""
+        return max(self.limit - len(self.token_ids) - 1, 0)
+
+    @property
+    def newest_token(self) -> int:
+        return self.token_ids[-1]
+
+    def extend(self, tokens: list[int]) -> int:
+        """Take in tokens up to the first one that ends the request.
+
+        Returns:
+            How many were taken.
+        """
+        for taken, token in enumerate(tokens, start=1):
+            self.token_ids.append(token)
+            if token in self.stop_ids:
+                self._finish("stop")
+            elif self._add_text(token):
+                self.finish_reason = "stop"
+            elif len(self.token_ids) >= self.limit:
+                self._finish("length")
+            if self.finish_reason is not None:
+                return taken
+        return len(tokens)
+
+    def take_text(self) -> str:
+        """Text that was not handed out yet and that no stop string can take back."""
+        end = len(self._text) - self._held_back()
+        text = self._text[self._num_emitted : end]
+        self._num_emitted = max(end, self._num_emitted)
+        return text
+
+    def output(self) -> RequestOutput:
+        """The request so far."""
+        completion = CompletionOutput(
+            index=0,
+            token_ids=list(self.token_ids),
+            text=self._text[: len(self._text) - self._held_back()],
+            finish_reason=self.finish_reason,
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[completion],
+            finished=self.finish_reason is not None,
+            stats=self.stats,
+        )
+
+    def _finish(self, reason: str) -> None:
+        self.finish_reason = "stop" if self._add_text(None) else reason
+
+    def _add_text(self, token: int | None) -> bool:
+        """Add a token's text, or what is pending at the end, and cut it before a stop string.
+
+        Only a stop string that ends inside the added text counts, so that the outcome does not
+        depend on how many tokens a step brings.
+        """
+        if self.detokenizer is None:
+            return False
+        before = len(self._text)
+        self._text += self.detokenizer.finish() if token is None else self.detokenizer.add(token)
+        if len(self.token_ids) < self.params.min_tokens:
+            return False
+        found = [self._text.find(s, max(before - len(s) + 1, 0)) for s in self.params.stop]
+        found = [start for start in found if start >= 0]
+        if found:
+            self._text = self._text[: min(found)]
+        return bool(found)
+
+    def _held_back(self) -> int:
+        """Characters at the end of the text that may turn out to begin a stop string."""
+        if self.finish_reason is not None:
+            return 0
+        longest = 0
+        for stop in self.params.stop:
+            for size in range(min(len(stop) - 1, len(self._text)), longest, -1):
+                if self._text.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest

@@ -1,0 +1,188 @@
+"""Runs the model over a batch of requests: prefill, then verify, commit and draft."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from hybridspec.engine.outputs import StepOutput
+from hybridspec.engine.request import Request
+from hybridspec.models import HybridModel
+from hybridspec.runtime import Pools
+from hybridspec.speculate import (
+    Drafter,
+    Verified,
+    choose_tokens,
+    commit_rows,
+    layout_rows,
+    verify_drafts,
+)
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """One model over one set of pools.
+
+    Attributes:
+        model: the target model.
+        pools: the memories of all requests.
+        drafter: proposes tokens; None decodes without drafts.
+        draft_tokens: most drafts per request and step.
+    """
+
+    def __init__(
+        self, model: HybridModel, pools: Pools, drafter: Drafter | None, draft_tokens: int
+    ) -> None:
+        self.model = model
+        self.pools = pools
+        self.drafter = drafter
+        self.draft_tokens = draft_tokens
+
+    def prefill(self, chunks: Sequence[tuple[Request, int]]) -> None:
+        """Process the next prompt rows of some requests; those at their end get a first token."""
+        pools = self.pools
+        requests = [request for request, _ in chunks]
+        lengths = [rows for _, rows in chunks]
+        starts = [request.num_prefilled for request in requests]
+        slots = _slots(requests)
+        step = layout_rows(slots, lengths, starts, pools.seq_len, is_prefill=True)
+        spans = [
+            request.prompt_token_ids[start : start + rows + 1]
+            for (request, rows), start in zip(chunks, starts, strict=True)
+        ]
+        fed = [t for span, rows in zip(spans, lengths, strict=True) for t in span[:rows]]
+        hidden = self.model.forward(torch.tensor(fed, device=pools.device), step, pools)
+
+        last_rows = (step.cu_seqlens[1:] - 1).to(torch.int64)
+        complete = [
+            b for b, r in enumerate(requests) if starts[b] + lengths[b] == len(r.prompt_token_ids)
+        ]
+        if complete:
+            chosen = choose_tokens(
+                self.model.logits(hidden[last_rows[complete]]),
+                [requests[b].rule for b in complete],
+                [len(requests[b].prompt_token_ids) for b in complete],
+            )
+            for b, token in zip(complete, chosen.tolist(), strict=True):
+                spans[b].append(token)
+                requests[b].extend([token])
+        if self.drafter is not None:  # pairs each row with the token after it
+            following = [t for span in spans for t in span[1:]]
+            head_hidden = self.drafter.absorb(
+                torch.tensor(following, device=pools.device), hidden, step
+            )
+        pools.seq_len.index_add_(
+            0,
+            step.slots.to(torch.int64),
+            torch.tensor(lengths, dtype=torch.int32, device=pools.device),
+        )
+        for request, rows in chunks:
+            request.num_prefilled += rows
+        unfinished = [b for b in complete if requests[b].finish_reason is None]
+        if self.drafter is not None and unfinished:
+            self._draft([requests[b] for b in unfinished], head_hidden[last_rows[unfinished]])
+        now = time.perf_counter()
+        for b in complete:
+            requests[b].stats.prefill_s = now - requests[b].admitted_at
+            _post(requests[b], ["prefill"], [], 0, False)
+
+    def decode(self, requests: Sequence[Request]) -> None:
+        """Verify every request's drafts, commit what is right, and draft anew."""
+        started = time.perf_counter()
+        drafted = [request.drafts for request in requests]
+        verified = verify_drafts(
+            self.model,
+            self.pools,
+            _slots(requests),
+            [[request.newest_token, *request.drafts] for request in requests],
+            [request.num_tokens - 1 for request in requests],
+            [request.rule for request in requests],
+        )
+        taken = [
+            request.extend(tokens)
+            for request, tokens in zip(requests, verified.tokens, strict=True)
+        ]
+        self._commit_and_draft(requests, verified, taken)
+        elapsed = time.perf_counter() - started
+        for b, request in enumerate(requests):
+            num_accepted = len(verified.tokens[b]) - 1
+            stats = request.stats
+            stats.committed_per_step.append(taken[b])
+            stats.drafted_per_step.append(len(drafted[b]))
+            stats.accepted_per_step.append(num_accepted)
+            stats.folds += verified.is_fold[b]
+            stats.decode_s += elapsed
+            last = "bonus" if num_accepted == len(drafted[b]) else "recovered"
+            origins = (["accepted"] * num_accepted + [last])[: taken[b]]
+            _post(request, origins, drafted[b], verified.history_len[b], verified.is_fold[b])
+
+    def _commit_and_draft(
+        self, requests: Sequence[Request], verified: Verified, taken: Sequence[int]
+    ) -> None:
+        pools = self.pools
+        # Finished requests are dropped from drafting: their slot is given back after this step.
+        alive = [b for b, request in enumerate(requests) if request.finish_reason is None]
+        head_hidden = None
+        if self.drafter is not None and alive:
+            offsets = verified.step.cu_seqlens.tolist()
+            rows = [r for b in alive for r in range(offsets[b], offsets[b] + taken[b])]
+            hidden = verified.hidden
+            if len(rows) < hidden.shape[0]:
+                hidden = hidden[torch.tensor(rows, device=pools.device)]
+            lengths = [taken[b] for b in alive]
+            step = layout_rows(
+                _slots([requests[b] for b in alive]),
+                lengths,
+                [requests[b].num_tokens - 1 - taken[b] for b in alive],
+                pools.seq_len,  # not committed yet: where these rows begin
+                is_prefill=False,
+            )
+            following = [t for b in alive for t in verified.tokens[b][: taken[b]]]
+            head_hidden = self.drafter.absorb(
+                torch.tensor(following, device=pools.device), hidden, step
+            )
+            head_hidden = head_hidden[(step.cu_seqlens[1:] - 1).to(torch.int64)]
+        commit_rows(pools, verified, taken)
+        if head_hidden is not None:
+            self._draft([requests[b] for b in alive], head_hidden)
+
+    def _draft(self, requests: Sequence[Request], head_hidden: torch.Tensor) -> None:
+        assert self.drafter is not None
+        drafts = self.drafter.propose(
+            head_hidden,
+            _slots(requests),
+            [request.num_tokens - 1 for request in requests],
+            [min(self.draft_tokens, request.max_useful_drafts) for request in requests],
+            [request.rule for request in requests],
+        )
+        for request, tokens in zip(requests, drafts, strict=True):
+            request.drafts = tokens
+
+
+def _slots(requests: Sequence[Request]) -> list[int]:
+    slots = [request.slot for request in requests]
+    assert None not in slots
+    return slots  # type: ignore[return-value]
+
+
+def _post(
+    request: Request, origins: list[str], drafted: list[int], history_len: int, is_fold: bool
+) -> None:
+    """Put what a step added to a request into its outbox."""
+    request.outbox.append(
+        StepOutput(
+            step=len(request.stats.committed_per_step),
+            token_ids=request.token_ids[len(request.token_ids) - len(origins) :],
+            origins=origins,
+            drafted=drafted,
+            text=request.take_text(),
+            history_len=history_len,
+            is_fold=is_fold,
+            finished=request.finish_reason is not None,
+            finish_reason=request.finish_reason,
+            output=request.output(),
+        )
+    )

@@ -1,0 +1,81 @@
+"""Which requests wait, which are being prefilled and which decode.
+
+First come, first served. A request is admitted when a slot and all its pages are free, so that
+once running it always finishes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from hybridspec.engine.request import Request
+from hybridspec.runtime import Allocator
+
+__all__ = ["PREFILL_CHUNK", "Scheduler"]
+
+PREFILL_CHUNK = 512  # prompt rows of one request per forward; running requests wait for one
+PREFILL_BUDGET = 2048  # prompt rows of all requests per forward
+
+
+class Scheduler:
+    """Queues of requests over the slots and pages of `allocator`."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.allocator = allocator
+        self.waiting: deque[Request] = deque()
+        self.prefilling: list[Request] = []
+        self.running: list[Request] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def admit(self) -> None:
+        """Move waiting requests to prefill, in order, as long as they fit."""
+        while self.waiting:
+            slot = self.allocator.acquire(self.waiting[0].max_tokens_in_logs)
+            if slot is None:
+                return
+            request = self.waiting.popleft()
+            request.slot = slot
+            request.admitted_at = time.perf_counter()
+            self.prefilling.append(request)
+
+    def prefill_chunks(self) -> list[tuple[Request, int]]:
+        """The requests whose prompts go on now, and how many rows of each.
+
+        A request's chunks are the same whatever else is running.
+        """
+        chunks, budget = [], PREFILL_BUDGET
+        for request in self.prefilling:
+            rows = min(len(request.prompt_token_ids) - request.num_prefilled, PREFILL_CHUNK)
+            if rows > budget:
+                break
+            chunks.append((request, rows))
+            budget -= rows
+        return chunks
+
+    def settle(self) -> None:
+        """Move prefilled requests to decoding and let finished ones go."""
+        still_prefilling = []
+        for request in self.prefilling:
+            if request.num_prefilled < len(request.prompt_token_ids):
+                still_prefilling.append(request)
+            else:
+                self.running.append(request)
+        self.prefilling = still_prefilling
+        for request in [r for r in self.running if r.finish_reason is not None]:
+            self.remove(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out of whichever queue holds it and free its slot."""
+        for queue in (self.waiting, self.prefilling, self.running):
+            if request in queue:
+                queue.remove(request)
+        if request.slot is not None:
+            self.allocator.release(request.slot)
+            request.slot = None

@@ -1,0 +1,119 @@
+"""Drafting with the checkpoint's own MTP head.
+
+Entry i of the head's KV log pairs the target's hidden state of row i with token i+1 and predicts
+token i+2. The head first runs over the rows that the target has just committed, then on its own
+outputs; what it appends while drafting lies past the cursor and is overwritten by the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from hybridspec.models import HybridModel
+from hybridspec.runtime import Pools, Step
+from hybridspec.speculate.choose import ChoiceRule, choose_tokens
+from hybridspec.speculate.verify import layout_rows
+
+__all__ = ["Drafter", "MtpDrafter"]
+
+
+class Drafter(Protocol):
+    """Proposes tokens; the output of a request never depends on what it proposes."""
+
+    def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
+        """Take in rows of the target model: hidden [N, D] and the tokens [N] that follow them."""
+        ...
+
+    def propose(
+        self,
+        last_hidden: Tensor,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        num_drafts: Sequence[int],
+        rules: Sequence[ChoiceRule],
+    ) -> list[list[int]]:
+        """Propose `num_drafts[b]` tokens after the newest token of each request."""
+        ...
+
+
+class MtpDrafter:
+    """Drafts with one multi-token-prediction layer, fed its own outputs.
+
+    Attributes:
+        model: the target model, which owns the head, the embedding and the LM head.
+        pools: the memories; the head's pages are the last KV pool.
+    """
+
+    def __init__(self, model: HybridModel, pools: Pools) -> None:
+        self.model = model
+        self.pools = pools
+
+    def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
+        """Run the head over rows of the target.
+
+        Args:
+            next_tokens: the token after each row, [N] int64.
+            hidden: the target's hidden states after its final norm, [N, D].
+            step: layout of the rows; its seq_len is the cursor *before* these rows.
+
+        Returns:
+            The head's hidden states [N, D].
+        """
+        return self._run(next_tokens, hidden, step)
+
+    def propose(
+        self,
+        last_hidden: Tensor,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        num_drafts: Sequence[int],
+        rules: Sequence[ChoiceRule],
+    ) -> list[list[int]]:
+        """Propose tokens one after the other.
+
+        Args:
+            last_hidden: the head's hidden state of each request's last absorbed row, [B, D].
+            slots: slot of each request.
+            starts: position of the newest committed token of each request; entries up to the one
+                before it are in the head's log.
+            num_drafts: how many tokens to propose for each request, 0 allowed.
+            rules: how each request's tokens are chosen.
+        """
+        drafts: list[list[int]] = [[] for _ in slots]
+        active = [b for b, count in enumerate(num_drafts) if count > 0]
+        if not active:
+            return drafts
+        hidden = last_hidden if len(active) == len(slots) else last_hidden[active]
+        cursor = self.pools.seq_len.clone()
+        while True:
+            done = len(drafts[active[0]])
+            tokens = choose_tokens(
+                self.model.logits(hidden),
+                [rules[b] for b in active],
+                [starts[b] + done + 1 for b in active],
+            )
+            for b, token in zip(active, tokens.tolist(), strict=True):
+                drafts[b].append(token)
+            keep = [i for i, b in enumerate(active) if num_drafts[b] > done + 1]
+            if not keep:
+                return drafts
+            if len(keep) < len(active):
+                hidden, tokens = hidden[keep], tokens[keep]
+                active = [active[i] for i in keep]
+            step = layout_rows(
+                [slots[b] for b in active],
+                [1] * len(active),
+                [starts[b] + done for b in active],
+                cursor,
+                is_prefill=False,
+            )
+            hidden = self._run(tokens, hidden, step)
+            cursor += 1
+
+    def _run(self, tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
+        head = self.model.mtp
+        assert head is not None
+        return head.forward(tokens, hidden, step, self.pools.kv[-1], self.pools.page_table)
