@@ -18,7 +18,7 @@ class HeldOutPrompt:
     """The beginning of a text that was kept out of the training data.
 
     Attributes:
-        source: file of the standard library or of its documentation.
+        source: file of the standard library or its documentation, and the offset in it.
         text: the prompt.
     """
 
@@ -49,10 +49,5 @@ def held_out_prompts(kind: str = "code") -> list[HeldOutPrompt]:
     """
     if kind not in PROMPT_KINDS:
         raise ValueError(f"kind: expected one of {', '.join(PROMPT_KINDS)}, got {kind!r}")
-    lines = (_FOLDER / "held_out_prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    entries = [json.loads(line) for line in lines]
-    return [
-        HeldOutPrompt(source=entry["source"], text=entry["text"])
-        for entry in entries
-        if entry["kind"] == kind
-    ]
+    lines = (_FOLDER / "prompts" / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [HeldOutPrompt(**json.loads(line)) for line in lines]
