@@ -87,7 +87,7 @@ def complaint(span: str, document: Path) -> str | None:
         span.endswith("/") or re.search(rf"\.({'|'.join(SUFFIXES)})$", span)
     ):
         return None if path_exists(span, document) else "no such file"
-    unknown_flags = {flag for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)} - FLAGS
+    unknown_flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)) - FLAGS
     if unknown_flags:
         return f"no flag {sorted(unknown_flags)}"
     return unknown_identifier(span)

@@ -97,7 +97,7 @@ class SamplingParams:
             _integer("stop_token_ids", token, 0)
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos: expected a bool, got {self.ignore_eos!r}")
-        neutral = {
+        neutral: dict[str, tuple[Any, ...]] = {
             "n": (1,),
             "presence_penalty": (0,),
             "frequency_penalty": (0,),

@@ -1,0 +1,68 @@
+"""The command line: `hybridspec generate`, `compare` and `info`.
+
+Whatever a user can get wrong ends as one line on standard error and exit status 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from hybridspec.cli.arguments import parse
+from hybridspec.errors import CapacityError, UnsupportedError
+
+__all__ = ["main"]
+
+_EXTRA_MODULES = {"rich", "safetensors", "tokenizers", "torch"}
+_EXIT_USAGE = 2
+_EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: words after the program's name; None takes those of the process.
+
+    Returns:
+        Exit status: 0; 1 where `compare` finds a difference; 2 for a wrong call or an unsuitable
+        model, told in one line on standard error; 130 after Ctrl-C; 141 where the reader of
+        standard output went away.
+    """
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):  # text that the terminal cannot show is no failure
+                stream.reconfigure(errors="replace")
+        arguments = parse(argv)
+        command = importlib.import_module(f"hybridspec.cli.{arguments.command}")
+        status: int = command.run(arguments)
+        sys.stdout.flush()
+        return status
+    except SystemExit as request:  # --help and --version
+        return int(request.code or 0)
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # What is left in the buffer would raise again when the interpreter flushes it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_BROKEN_PIPE
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA_MODULES:
+            raise
+        return _complain(f"{error.name} is not installed: pip install 'hybridspec[engine]'")
+    except (ValueError, UnsupportedError, CapacityError, OSError) as error:
+        return _complain(_explain(error))
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def _complain(message: str) -> int:
+    print("hybridspec: error:", " ".join(message.split()), file=sys.stderr)
+    return _EXIT_USAGE

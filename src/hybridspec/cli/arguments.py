@@ -1,0 +1,288 @@
+"""The flags of the command line; imports no torch, so that --help and mistakes answer at once."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import hybridspec
+from hybridspec.bundled import PROMPT_KINDS
+from hybridspec.config import MAX_DRAFT_TOKENS, EngineConfig, SamplingParams
+
+__all__ = ["UsageError", "engine_options", "parse", "sampling_params"]
+
+_DESCRIPTION = """\
+Exact speculative decoding for hybrid language models, in which a rejected
+draft costs nothing. Without --model, every command runs a small model that
+comes with the package: it continues Python code.
+"""
+
+_GENERATE = """\
+Continue a prompt and show which tokens came from accepted drafts.
+"""
+
+_COMPARE = """\
+Run plain and speculative decoding of the same model, interleaved, over a set
+of prompts; check that both give the same tokens; print how much faster
+speculation is (median over the prompts). Exit status 1 if any token differs.
+"""
+
+_INFO = """\
+Show a model's geometry, the backend of each operation and why it was chosen,
+and what a request takes in memory.
+"""
+
+# Flag, type, metavar and help of each sampling parameter that is implemented. Defaults are those
+# of SamplingParams, except where _CLI_DEFAULTS says otherwise.
+_SAMPLING: dict[str, tuple[Any, str, str]] = {
+    "max_tokens": (int, "N", "most tokens to generate"),
+    "min_tokens": (int, "N", "tokens before which nothing ends the text"),
+    "temperature": (float, "T", "0 is greedy"),
+    "top_k": (int, "K", "keep the K most likely tokens, 0 all"),
+    "top_p": (float, "P", "keep the most likely tokens up to this probability"),
+    "min_p": (float, "P", "drop tokens below P times the likeliest"),
+    "seed": (int, "S", "of the noise; drawn and shown if not given"),
+}
+_CLI_DEFAULTS = {"temperature": 0.0}
+
+
+class UsageError(ValueError):
+    """A command line that cannot be carried out."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports mistakes by raising, so that main() prints them as one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    columns = min(shutil.get_terminal_size().columns, 100)
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=columns - 2)
+
+
+def _add_prompt(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompt")
+    group.add_argument(
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="text to continue; - reads standard input. Without it: what is piped in, else a "
+        "prompt that comes with the bundled model",
+    )
+    group.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
+    group.add_argument(
+        "--prompt-token-ids",
+        metavar="IDS",
+        help="token ids with commas between, for a model without a tokenizer",
+    )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model", metavar="FOLDER", help="a Hugging Face model folder (default: the bundled model)"
+    )
+    for name, what in (("dtype", "of weights and activations"), ("state_dtype", "of the state")):
+        group.add_argument(
+            _flag(name),
+            choices=dtypes,
+            default=defaults[name],
+            metavar="D",
+            help=f"{what}: {', '.join(dtypes)}",
+        )
+    group.add_argument(
+        "--device", default=defaults["device"], metavar="D", help="auto, cpu, cuda or cuda:N"
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="most tokens of a request, prompt included (default: the model's limit)",
+    )
+    group.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=defaults["memory_fraction"],
+        metavar="F",
+        help="share of the GPU's memory to use (default: %(default)s)",
+    )
+    group.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads (default: 1 for models as small as the bundled one)",
+    )
+
+
+def _add_speculation(parser: argparse.ArgumentParser, *, is_optional: bool) -> None:
+    default = EngineConfig().draft_tokens
+    group = parser.add_argument_group("speculation")
+    group.add_argument(
+        "--draft-tokens",
+        type=int,
+        default=default,
+        metavar="K",
+        help=f"drafts per step, 0..{MAX_DRAFT_TOKENS} (default: {default})",
+    )
+    if is_optional:
+        group.add_argument(
+            "--no-speculation", action="store_true", help="plain decoding, the same as 0 drafts"
+        )
+
+
+def _add_sampling(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    known = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    known |= {**_CLI_DEFAULTS, **defaults}
+    group = parser.add_argument_group("sampling")
+    for name, (kind, metavar, what) in _SAMPLING.items():
+        shown = "" if known[name] is None else f" (default: {known[name]:g})"
+        group.add_argument(
+            _flag(name), type=kind, default=known[name], metavar=metavar, help=what + shown
+        )
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be given several times",
+    )
+    group.add_argument(
+        "--stop-token-id",
+        action="append",
+        type=int,
+        default=[],
+        metavar="ID",
+        dest="stop_token_ids",
+        help="end after this token; may be given several times",
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the model's end-of-text token"
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _add_json(group: Any, what: str) -> None:
+    group.add_argument("--json", action="store_true", help=f"print one JSON object: {what}")
+
+
+def _build() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="hybridspec", description=_DESCRIPTION, formatter_class=_formatter, allow_abbrev=False
+    )
+    version = f"hybridspec {hybridspec.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, title="commands"
+    )
+    for name, summary, description, add_flags, words in (
+        ("generate", "continue a prompt", _GENERATE, _add_generate, "[PROMPT] "),
+        ("compare", "plain against speculative decoding", _COMPARE, _add_compare, "[PROMPT ...] "),
+        ("info", "geometry, backends and memory of a model", _INFO, _add_info, ""),
+    ):
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=description,
+            usage=f"hybridspec {name} {words}[options]",
+            formatter_class=_formatter,
+            allow_abbrev=False,
+        )
+        command.prog = f"hybridspec {name}"
+        add_flags(command)
+        _add_model(command)
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    _add_prompt(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--trace",
+        action="store_true",
+        help="show every step: what was drafted, accepted and added, the ring's fill, folds",
+    )
+    _add_json(group, "text, tokens, speed, acceptance")
+    group.add_argument("--quiet", action="store_true", help="the text only")
+    _add_speculation(parser, is_optional=True)
+    _add_sampling(parser)
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="texts to continue (default: some that come with the package)",
+    )
+    group.add_argument(
+        "--kind",
+        choices=PROMPT_KINDS,
+        default="code",
+        help="which of the package's prompts: %(choices)s (default: %(default)s)",
+        metavar="KIND",
+    )
+    group.add_argument(
+        "--num-prompts", type=int, default=8, metavar="N", help="how many (default: %(default)s)"
+    )
+    group.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs of each prompt, both ways (default: %(default)s)",
+    )
+    _add_json(parser.add_argument_group("output"), "every run and the ratio")
+    _add_speculation(parser, is_optional=False)
+    _add_sampling(parser, max_tokens=64, seed=0)
+
+
+def _add_info(parser: argparse.ArgumentParser) -> None:
+    _add_json(parser.add_argument_group("output"), "the same facts")
+    _add_speculation(parser, is_optional=True)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse a command line.
+
+    Args:
+        argv: words after the program's name; None takes those of the process.
+
+    Returns:
+        The flags by name; `command` says which command.
+
+    Raises:
+        UsageError: if a flag or its value is wrong.
+    """
+    arguments = _build().parse_args(argv)
+    for name in ("threads", "num_prompts", "repeats"):
+        value = getattr(arguments, name, None)
+        if value is not None and value < 1:
+            raise UsageError(f"{_flag(name)}: expected a positive number, got {value}")
+    if getattr(arguments, "no_speculation", False):
+        arguments.draft_tokens = 0
+    return arguments
+
+
+def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    """Return the sampling parameters that the flags ask for; raises ValueError on wrong values."""
+    names = (*_SAMPLING, "stop", "stop_token_ids", "ignore_eos")
+    return SamplingParams(**{name: getattr(arguments, name) for name in names})
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine options that the flags ask for; raises ValueError on wrong values."""
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    options = {name: getattr(arguments, name) for name in names}
+    EngineConfig(**options)
+    return options

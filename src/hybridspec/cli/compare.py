@@ -1,0 +1,205 @@
+"""`hybridspec compare`: are the tokens the same, and how much faster do they come?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from hybridspec.bundled import held_out_prompts
+from hybridspec.cli import loading
+from hybridspec.cli.arguments import UsageError, sampling_params
+from hybridspec.cli.prompts import Prompt
+from hybridspec.cli.render import percent
+
+if TYPE_CHECKING:
+    from hybridspec import LLM, SamplingParams
+    from hybridspec.engine import RequestOutput
+
+__all__ = ["Pair", "first_difference", "run"]
+
+_NAME_WIDTH = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One prompt decoded both ways.
+
+    Attributes:
+        name: what to call the prompt.
+        plain, speculative: what the two engines handed back.
+    """
+
+    name: str
+    plain: RequestOutput
+    speculative: RequestOutput
+
+    @property
+    def difference(self) -> int | None:
+        """Index of the first token that differs, or None."""
+        return first_difference(
+            self.plain.outputs[0].token_ids, self.speculative.outputs[0].token_ids
+        )
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster the tokens came; None if there were no steps to time."""
+        plain, speculative = _tokens_per_second(self.plain), _tokens_per_second(self.speculative)
+        return speculative / plain if plain and speculative else None
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Return the first index at which two token lists differ, None if they are equal."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit status, 1 if tokens differ."""
+    if arguments.draft_tokens == 0:
+        raise UsageError("--draft-tokens: expected 1 or more to compare with plain decoding, got 0")
+    params = sampling_params(arguments)
+    prompts = _prompts(arguments)
+    with loading.progress("loading the model"):
+        # The first engine must leave the second one its share of a GPU's memory.
+        share = arguments.memory_fraction / 2
+        plain = loading.open_engine(arguments, draft_tokens=0, memory_fraction=share)
+        speculative = loading.open_engine(arguments)
+        if speculative.config.draft_tokens == 0:
+            raise UsageError(f"--model: {arguments.model} has no draft head to compare with")
+        for llm in (plain, speculative):
+            loading.warm_up(llm)
+    console = Console(highlight=False, quiet=arguments.json)
+    console.print(_heading(), style="dim", soft_wrap=True)
+    pairs = []
+    total = arguments.repeats * len(prompts)
+    for index in range(total):
+        prompt = prompts[index % len(prompts)]
+        with loading.progress(f"{index + 1} of {total}: {prompt.source}"):
+            pair = _run_pair(plain, speculative, prompt, params, is_plain_first=index % 2 == 0)
+        console.print(_row(pair), soft_wrap=True)
+        pairs.append(pair)
+    if arguments.json:
+        print(json.dumps(as_json(pairs, speculative), allow_nan=False))
+    else:
+        _print_summary(console, pairs, speculative)
+    return 0 if all(pair.difference is None for pair in pairs) else 1
+
+
+def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
+    if not all(arguments.prompts):
+        raise UsageError("PROMPT: expected a prompt, got an empty one")
+    if arguments.prompts:
+        return [Prompt(text=text, source=repr(text)) for text in arguments.prompts]
+    known = held_out_prompts(arguments.kind)
+    if arguments.num_prompts > len(known):
+        raise UsageError(
+            f"--num-prompts: expected at most {len(known)}, got {arguments.num_prompts}"
+        )
+    spread = [known[i * len(known) // arguments.num_prompts] for i in range(arguments.num_prompts)]
+    return [Prompt(text=prompt.text, source=prompt.source) for prompt in spread]
+
+
+def _run_pair(
+    plain: LLM, speculative: LLM, prompt: Prompt, params: SamplingParams, *, is_plain_first: bool
+) -> Pair:
+    outputs = {}
+    for llm in (plain, speculative) if is_plain_first else (speculative, plain):
+        [outputs[llm]] = llm.generate(prompt.text, params)
+    return Pair(name=prompt.source or "", plain=outputs[plain], speculative=outputs[speculative])
+
+
+def _tokens_per_second(output: RequestOutput) -> float | None:
+    stats = output.stats
+    return sum(stats.committed_per_step) / stats.decode_s if stats.decode_s > 0 else None
+
+
+def _heading() -> str:
+    return f"{'prompt':{_NAME_WIDTH}} tokens  plain/s  spec/s  ratio  same tokens"
+
+
+def _row(pair: Pair) -> Text:
+    name = pair.name if len(pair.name) <= _NAME_WIDTH else pair.name[: _NAME_WIDTH - 1] + "…"
+    speeds = [_tokens_per_second(output) for output in (pair.plain, pair.speculative)]
+    plain, speculative = ("-" if speed is None else f"{speed:.0f}" for speed in speeds)
+    ratio = "-" if pair.ratio is None else f"{pair.ratio:.2f}"
+    line = Text(f"{name:{_NAME_WIDTH}} {len(pair.plain.outputs[0].token_ids):6d}  ")
+    line.append(f"{plain:>7}  {speculative:>6}  {ratio:>5}  ")
+    if pair.difference is None:
+        return line.append("yes", "green")
+    return line.append(f"NO, from token {pair.difference}", "bold red")
+
+
+def _ratios(pairs: Sequence[Pair]) -> list[float]:
+    return sorted(pair.ratio for pair in pairs if pair.ratio is not None)
+
+
+def _committed_per_step(pairs: Sequence[Pair]) -> float | None:
+    committed = [n for pair in pairs for n in pair.speculative.stats.committed_per_step]
+    return sum(committed) / len(committed) if committed else None
+
+
+def _acceptance(pairs: Sequence[Pair]) -> list[float | None]:
+    from hybridspec.engine.outputs import acceptance_by_position
+
+    return acceptance_by_position([pair.speculative.stats for pair in pairs])
+
+
+def _print_summary(console: Console, pairs: Sequence[Pair], llm: LLM) -> None:
+    num_different = sum(pair.difference is not None for pair in pairs)
+    console.print()
+    if num_different:
+        verdict = f"tokens differ in {num_different} of {len(pairs)} runs"
+        console.print(verdict, style="bold red", soft_wrap=True)
+    else:
+        console.print(f"tokens identical in all {len(pairs)} runs", style="green", soft_wrap=True)
+    ratios, per_step = _ratios(pairs), _committed_per_step(pairs)
+    if ratios and per_step is not None:
+        console.print(
+            f"speculative is {statistics.median(ratios):.2f} times as fast as plain decoding "
+            f"(median; {ratios[0]:.2f} to {ratios[-1]:.2f})",
+            style="bold",
+            soft_wrap=True,
+        )
+        rates = ", ".join(percent(rate) for rate in _acceptance(pairs))
+        console.print(
+            f"{per_step:.2f} tokens per step of at most {llm.config.draft_tokens + 1}; "
+            f"accepted by position: {rates}",
+            soft_wrap=True,
+        )
+
+
+def as_json(pairs: Sequence[Pair], llm: LLM) -> dict[str, Any]:
+    """Return every run and the ratio as one JSON object."""
+    ratios = _ratios(pairs)
+    return {
+        "identical": all(pair.difference is None for pair in pairs),
+        "ratio": statistics.median(ratios) if ratios else None,
+        "ratio_lowest": ratios[0] if ratios else None,
+        "ratio_highest": ratios[-1] if ratios else None,
+        "tokens_per_step": _committed_per_step(pairs),
+        "acceptance_by_position": _acceptance(pairs),
+        "model": llm.describe().model,
+        "draft_tokens": llm.config.draft_tokens,
+        "device": llm.config.device,
+        "dtype": llm.config.dtype,
+        "runs": [
+            {
+                "prompt": pair.name,
+                "num_tokens": len(pair.plain.outputs[0].token_ids),
+                "plain_tokens_per_second": _tokens_per_second(pair.plain),
+                "speculative_tokens_per_second": _tokens_per_second(pair.speculative),
+                "ratio": pair.ratio,
+                "first_difference": pair.difference,
+            }
+            for pair in pairs
+        ],
+    }

@@ -1,0 +1,139 @@
+"""`hybridspec info`: what a model is, what it runs on, and what a request takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from hybridspec.cli import loading
+from hybridspec.cli.render import amount
+
+if TYPE_CHECKING:
+    from hybridspec.engine import EngineInfo
+
+__all__ = ["as_json", "run", "sections"]
+
+_NAME_WIDTH = 24
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command; returns the exit status."""
+    with loading.progress("loading the model"):
+        info = loading.open_engine(arguments).describe()
+    if arguments.json:
+        print(json.dumps(as_json(info), allow_nan=False))
+        return 0
+    console = Console(highlight=False)
+    for index, (title, rows) in enumerate(sections(info).items()):
+        if index:
+            console.print()
+        console.print(title, style="bold")
+        for name, value in rows:
+            line = Text("  ").append(f"{name:<{_NAME_WIDTH - 2}}", "dim").append(value)
+            console.print(line, soft_wrap=not console.is_terminal)
+    return 0
+
+
+def sections(info: EngineInfo) -> dict[str, list[tuple[str, str]]]:
+    """Return the facts by section, as names and values."""
+    return {
+        "model": _model_rows(info),
+        "engine": _engine_rows(info),
+        "backends": [(op, f"{name}: {reason}") for op, (name, reason) in info.backends.items()],
+        "memory of a request": _memory_rows(info),
+    }
+
+
+def _model_rows(info: EngineInfo) -> list[tuple[str, str]]:
+    model, gdn = info.model_config, info.model_config.gdn
+    num_gdn = model.layer_kinds.count("gdn")
+    return [
+        ("folder", info.model),
+        ("type", f"{model.model_type}, {info.num_parameters:,} parameters"),
+        (
+            "layers",
+            f"{model.num_layers}: {num_gdn} Gated DeltaNet, {model.num_layers - num_gdn} attention",
+        ),
+        ("hidden, feed-forward", f"{model.hidden_size}, {model.ffn_size}"),
+        (
+            "Gated DeltaNet",
+            f"{gdn.num_key_heads} key heads of {gdn.key_dim}, {gdn.num_value_heads} value heads "
+            f"of {gdn.value_dim}, convolution of {gdn.conv_width}",
+        ),
+        (
+            "attention",
+            f"{model.num_attention_heads} heads, {model.num_kv_heads} of keys and values, "
+            f"of {model.head_dim}",
+        ),
+        ("vocabulary, context", f"{model.vocab_size:,}, {model.max_positions:,} tokens"),
+        ("draft head", "MTP" if info.has_mtp else "none: plain decoding only"),
+    ]
+
+
+def _engine_rows(info: EngineInfo) -> list[tuple[str, str]]:
+    config = info.config
+    return [
+        ("device", config.device),
+        ("dtype", f"{config.dtype}, recurrent state {config.state_dtype}"),
+        ("draft tokens", f"{config.draft_tokens} a step"),
+        ("longest request", f"{config.max_model_len:,} tokens"),
+    ]
+
+
+def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
+    length = info.config.max_model_len
+    assert length is not None
+    kv, fixed = info.kv_bytes_per_token, sum(info.request_bytes.values())
+    rows = [(name, amount(size)) for name, size in info.request_bytes.items()]
+    rows += [
+        ("keys and values", f"{amount(kv)} a token, {amount(kv * length)} at {length:,} tokens"),
+        ("together", f"{amount(fixed)} and keys and values"),
+    ]
+    if info.config.draft_tokens:
+        rows.append(("with state snapshots", f"{amount(info.snapshot_bytes)} and keys and values"))
+    rows.append(("requests that fit", f"{info.num_requests_fit:,} of {length:,} tokens"))
+    return rows
+
+
+def as_json(info: EngineInfo) -> dict[str, Any]:
+    """Return the same facts as one JSON object."""
+    model, gdn, config = info.model_config, info.model_config.gdn, info.config
+    return {
+        "model": info.model,
+        "model_type": model.model_type,
+        "num_parameters": info.num_parameters,
+        "layer_kinds": list(model.layer_kinds),
+        "hidden_size": model.hidden_size,
+        "ffn_size": model.ffn_size,
+        "vocab_size": model.vocab_size,
+        "max_positions": model.max_positions,
+        "gdn": {
+            "num_key_heads": gdn.num_key_heads,
+            "num_value_heads": gdn.num_value_heads,
+            "key_dim": gdn.key_dim,
+            "value_dim": gdn.value_dim,
+            "conv_width": gdn.conv_width,
+        },
+        "attention": {
+            "num_heads": model.num_attention_heads,
+            "num_kv_heads": model.num_kv_heads,
+            "head_dim": model.head_dim,
+        },
+        "has_mtp": info.has_mtp,
+        "device": config.device,
+        "dtype": config.dtype,
+        "state_dtype": config.state_dtype,
+        "draft_tokens": config.draft_tokens,
+        "max_model_len": config.max_model_len,
+        "backends": {
+            op: {"name": name, "reason": reason} for op, (name, reason) in info.backends.items()
+        },
+        "request_bytes": info.request_bytes,
+        "kv_bytes_per_token": info.kv_bytes_per_token,
+        "snapshot_bytes": info.snapshot_bytes,
+        "num_requests_fit": info.num_requests_fit,
+    }

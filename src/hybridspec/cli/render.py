@@ -1,0 +1,151 @@
+"""How tokens, steps and numbers look in a terminal, and without one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from hybridspec.engine import StepOutput
+
+__all__ = [
+    "ACCEPTED",
+    "MarkedText",
+    "amount",
+    "percent",
+    "print_facts",
+    "printable",
+    "trace_heading",
+    "trace_line",
+]
+
+ACCEPTED = "green underline"  # the underline is what remains where NO_COLOR is set
+_REJECTED = "red strike"
+_OWN = "bold"
+_FAINT = "dim"
+
+# Escape sequences in generated text would act on the terminal: show their pictures instead.
+_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+
+
+def printable(text: str) -> str:
+    """Return text with its control characters, line feeds and tabs aside, made visible."""
+    return text.translate(_CONTROLS)
+
+
+def amount(num_bytes: float) -> str:
+    """Return a number of bytes with a unit that suits it.
+
+    Example:
+        >>> amount(512), amount(402_653), amount(75_497_472)
+        ('512 B', '393 KiB', '72.0 MiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            digits = 1 if num_bytes < 100 and unit != "B" else 0
+            return f"{num_bytes:,.{digits}f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def percent(share: float | None) -> str:
+    """Return a share as percent, "-" for None."""
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+class MarkedText:
+    """Text of a continuation, each character with the origin of the token that brought it.
+
+    Text may come later than its tokens, where a character needs more than one token or where a
+    stop string may have begun.
+
+    Args:
+        add: takes a token, returns the text that it completes.
+        finish: returns what is left at the end.
+    """
+
+    def __init__(self, add: Callable[[int], str], finish: Callable[[], str]) -> None:
+        self._add = add
+        self._finish = finish
+        self._origins: list[str] = []
+        self._newest = ""
+
+    def take(self, step: StepOutput) -> Text:
+        """Return the text that a step adds, marked."""
+        for token, origin in zip(step.token_ids, step.origins, strict=True):
+            self._newest = origin
+            self._origins += [origin] * len(self._add(token))
+        if step.finished:
+            self._origins += [self._newest] * len(self._finish())
+        marked = Text()
+        origins, self._origins = self._origins[: len(step.text)], self._origins[len(step.text) :]
+        for character, origin in zip(printable(step.text), origins, strict=False):
+            marked.append(character, ACCEPTED if origin == "accepted" else None)
+        marked.append(printable(step.text[len(origins) :]))
+        return marked
+
+
+def shown(token: int, piece: str) -> str:
+    """Return a token as a quoted text, or as its number where it is no whole text."""
+    return json.dumps(printable(piece), ensure_ascii=False) if piece else f"#{token}"
+
+
+def trace_heading(draft_tokens: int) -> Text:
+    """Return the line above the steps."""
+    drafted = "drafted".ljust(_drafted_width(draft_tokens))
+    return Text(f"step history fold  {drafted}  accepted  then", _FAINT)
+
+
+def trace_line(step: StepOutput, draft_tokens: int, piece: Callable[[int], str]) -> Text:
+    """Return one step as one line: what was drafted, how much of it was right, what came then.
+
+    Args:
+        step: what the engine reports.
+        draft_tokens: drafts per step, for the width of the column.
+        piece: text of a token alone, "" if it has none.
+    """
+    num_accepted = step.origins.count("accepted")
+    is_prefill = step.origins[:1] == ["prefill"]
+    line = Text(f"{step.step:4d} ")
+    line.append(f"{'' if is_prefill else step.history_len:>7} ")
+    line.append("fold  " if step.is_fold else "      ", "yellow")
+    width = len(line) + _drafted_width(draft_tokens)
+    for index, token in enumerate(step.drafted):
+        line.append(" " if index else "")
+        line.append(shown(token, piece(token)), ACCEPTED if index < num_accepted else _REJECTED)
+    line.pad_right(max(width - len(line), 0))
+    share = f"{num_accepted} of {len(step.drafted)}" if step.drafted else ""
+    line.append(f"  {share:8s}  ")
+    if step.origins and step.origins[-1] != "accepted":
+        own = step.token_ids[-1]
+        line.append(f"{step.origins[-1]:9s} ")
+        line.append(shown(own, piece(own)), _OWN)
+    if step.finished:
+        line.append(f"  {step.finish_reason}", _FAINT)
+    return line
+
+
+def _drafted_width(draft_tokens: int) -> int:
+    return max(5 * draft_tokens - 1, len("drafted"))
+
+
+def print_facts(
+    console: Console, title: str, facts: Sequence[tuple[str, str | Text]], **style: Any
+) -> None:
+    """Print names and values: a panel in a terminal, plain lines elsewhere."""
+    if not console.is_terminal:
+        for name, value in facts:
+            console.print(f"{name}: {value}", highlight=False, markup=False, soft_wrap=True)
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=_FAINT)
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(name, value)
+    console.print(Panel(table, title=title, title_align="left", expand=False, **style))
