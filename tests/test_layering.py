@@ -32,7 +32,7 @@ THIRD_PARTY = {
     "numpy": set(),
     "transformers": set(),
     "safetensors": {"models"},
-    "tokenizers": {"engine"},
+    "tokenizers": {"models"},
     "rich": {"cli"},
 }
 

@@ -147,10 +147,7 @@ def _marker(llm: LLM) -> Callable[[StepOutput], Text]:
     """Return what turns a step into marked text; token ids where there is no tokenizer."""
     if llm.tokenizer is None:
         return _marked_ids
-    from hybridspec.models.tokenizer import Detokenizer
-
-    detokenizer = Detokenizer(llm.tokenizer)
-    return MarkedText(detokenizer.add, detokenizer.finish).take
+    return MarkedText(llm.tokenizer.detokenizer()).take
 
 
 def _marked_ids(step: StepOutput) -> Text:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from hybridspec.engine import StepOutput
+    from hybridspec.models.tokenizer import Detokenizer
 
 __all__ = [
     "ACCEPTED",
@@ -66,13 +67,11 @@ class MarkedText:
     stop string may have begun.
 
     Args:
-        add: takes a token, returns the text that it completes.
-        finish: returns what is left at the end.
+        detokenizer: turns tokens into text, as the engine's own does.
     """
 
-    def __init__(self, add: Callable[[int], str], finish: Callable[[], str]) -> None:
-        self._add = add
-        self._finish = finish
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
         self._origins: list[str] = []
         self._newest = ""
 
@@ -80,9 +79,9 @@ class MarkedText:
         """Return the text that a step adds, marked."""
         for token, origin in zip(step.token_ids, step.origins, strict=True):
             self._newest = origin
-            self._origins += [origin] * len(self._add(token))
+            self._origins += [origin] * len(self._detokenizer.push([token]))
         if step.finished:
-            self._origins += [self._newest] * len(self._finish())
+            self._origins += [self._newest] * len(self._detokenizer.finish())
         marked = Text()
         origins, self._origins = self._origins[: len(step.text)], self._origins[len(step.text) :]
         for character, origin in zip(printable(step.text), origins, strict=False):
