@@ -27,7 +27,7 @@ def _leading_true(is_accepted: Tensor, cu_seqlens: Tensor) -> Tensor:
     rejected_before = num_rejected[starts.clamp(max=num_rows - 1)]
     first = torch.searchsorted(num_rejected, rejected_before, right=True)
     limit = (ends - starts - 1).clamp_(min=0)
-    return torch.minimum(first - 1 - starts, limit).to(torch.int32)
+    return torch.minimum(first - 1 - starts, limit).clamp_(min=0).to(torch.int32)
 
 
 def accept_drafts(sampled: Tensor, draft_tokens: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
         TypeError: if a dtype is wrong.
 
     Numerics:
-        Both logarithms in fp64, one rounding to fp32: the values lie in [-3.14, 22.9].
+        Both logarithms in fp64, one rounding to fp32: the values lie in [-3.2, 22.9].
 
     Source:
         Salmon et al. 2011 (the generator); Gumbel 1954 (argmax(logits + noise) ~ softmax(logits)).

@@ -67,10 +67,10 @@ def _filter_sorted(x: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
         smallest = ordered.gather(-1, last.long().unsqueeze(-1))
         ordered = torch.where(ordered >= smallest, ordered, -torch.inf)
     if top_p is not None:
-        probs = ordered.softmax(-1)
-        before = probs.cumsum(-1) - probs
-        keep = (before < top_p.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1)
-        keep[:, 0] = True
+        # A sum of fp32 probabilities may reach 1 before the last token: 1 must still mean all.
+        limit = torch.where(top_p < 1, top_p, torch.inf).unsqueeze(-1)
+        keep = torch.ones_like(ordered, dtype=torch.bool)
+        keep[:, 1:] = ordered.softmax(-1).cumsum(-1)[:, :-1] < limit
         ordered = torch.where(keep, ordered, -torch.inf)
     return torch.empty_like(x).scatter_(-1, token_ids, ordered)
 
@@ -109,9 +109,12 @@ def sample(
     dims: Dims = {}
     check("logits", logits, "N V", dims)
     check("temperature", temperature, "N", dims)
+    has_random = temperature.is_cuda or bool(temperature.any())
     if noise is None:
-        if not temperature.is_cuda and temperature.any():
+        if has_random and not temperature.is_cuda:
             raise ValueError("noise: expected a tensor [N, V], because a temperature is not 0")
+        return logits.argmax(-1)
+    if not has_random:
         return logits.argmax(-1)
     check("noise", noise, "N V", dims)
     check_dtype("noise", noise, torch.float32)
