@@ -16,7 +16,6 @@ from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
 from hybridspec.errors import CapacityError
 from hybridspec.models import HybridModel, load_model, load_tokenizer
-from hybridspec.models.tokenizer import Detokenizer
 from hybridspec.runtime import Allocator, Pools
 from hybridspec.speculate import ChoiceRule, Drafter, MtpDrafter
 
@@ -117,7 +116,7 @@ class Engine:
             ),
             stop_ids=ends,
             limit=limit,
-            detokenizer=Detokenizer(self.tokenizer) if self.tokenizer is not None else None,
+            detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
         )
 
     def _check_prompt(self, ids: list[int]) -> None:

@@ -124,7 +124,7 @@ class Request:
         if self.detokenizer is None:
             return False
         before = len(self._text)
-        self._text += self.detokenizer.finish() if token is None else self.detokenizer.add(token)
+        self._text += self.detokenizer.finish() if token is None else self.detokenizer.push([token])
         if len(self.token_ids) < self.params.min_tokens:
             return False
         found = [self._text.find(s, max(before - len(s) + 1, 0)) for s in self.params.stop]

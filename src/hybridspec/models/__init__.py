@@ -1,1 +1,19 @@
 """Models: from a folder in the Hugging Face layout to logits over the pools."""
+
+from __future__ import annotations
+
+from hybridspec.models.config import GdnConfig, ModelConfig
+from hybridspec.models.mtp import MtpHead
+from hybridspec.models.qwen3_5 import HybridModel, load_model
+from hybridspec.models.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "Detokenizer",
+    "GdnConfig",
+    "HybridModel",
+    "ModelConfig",
+    "MtpHead",
+    "Tokenizer",
+    "load_model",
+    "load_tokenizer",
+]

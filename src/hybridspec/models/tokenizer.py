@@ -1,0 +1,161 @@
+"""Text to tokens and back, from a folder's `tokenizer.json`.
+
+Streaming needs care: a character can be spread over several tokens, so text is handed out only once
+its bytes are complete, and never taken back.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer as JsonTokenizer
+
+from hybridspec.errors import CheckpointError
+
+__all__ = ["Detokenizer", "Tokenizer", "load_tokenizer"]
+
+_REPLACEMENT = "\ufffd"
+_MAX_HELD = 3  # an incomplete character has at most 3 bytes, each shown as one replacement
+_CONTEXT = 6  # tokens decoded again in front of new ones, for decoders that look back
+
+
+class Tokenizer:
+    """Encodes and decodes text.
+
+    Args:
+        backend: the tokenizer as the `tokenizers` package loaded it.
+    """
+
+    def __init__(self, backend: JsonTokenizer) -> None:
+        self.backend = backend
+        self._special_ids = frozenset(
+            token for token, added in backend.get_added_tokens_decoder().items() if added.special
+        )
+        decoder = json.loads(backend.to_str())["decoder"] or {}
+        self._is_byte_level = decoder.get("type") == "ByteLevel"
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens; bytes that are no valid UTF-8 become U+FFFD."""
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token given by its text, or None."""
+        return self.backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes | None:
+        """Return the bytes that a token stands for.
+
+        Returns:
+            Its bytes, or None where this tokenizer's tokens are not byte strings.
+        """
+        if not self._is_byte_level:
+            return None
+        token = self.backend.id_to_token(token_id)
+        if token is None or (skip_special_tokens and token_id in self._special_ids):
+            return b""
+        if all(char in _BYTE_OF_CHAR for char in token):
+            return bytes(_BYTE_OF_CHAR[char] for char in token)
+        return token.encode()
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """Return a new incremental decoder."""
+        return Detokenizer(self, skip_special_tokens=skip_special_tokens)
+
+
+class Detokenizer:
+    """Turns tokens that arrive a few at a time into text, complete characters only.
+
+    For byte-level tokenizers the pieces joined equal `decode` of all tokens. Others are decoded in
+    windows, and a run of invalid bytes may come out as more or fewer U+FFFD than `decode` gives.
+
+    Args:
+        tokenizer: decodes the tokens.
+        skip_special_tokens: whether special tokens are left out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._window: list[int] = []  # context already handed out, then tokens held back
+        self._num_context = 0
+
+    def push(self, token_ids: list[int]) -> str:
+        """Take more tokens and return the text that became certain."""
+        pieces = [
+            self._tokenizer.token_bytes(token, skip_special_tokens=self._skips_special)
+            for token in token_ids
+        ]
+        if None not in pieces:
+            return self._utf8.decode(b"".join(piece for piece in pieces if piece))
+        self._window += token_ids
+        text = self._new_window_text()
+        held = len(text) - len(text.rstrip(_REPLACEMENT))
+        if 0 < held <= _MAX_HELD:
+            return ""
+        self._move_window()
+        return text
+
+    def finish(self) -> str:
+        """Return what was held back, as U+FFFD where it stayed incomplete, and start anew."""
+        text = self._utf8.decode(b"", final=True) + self._new_window_text()
+        self._utf8.reset()
+        self._window = []
+        self._num_context = 0
+        return text
+
+    def _new_window_text(self) -> str:
+        context = self._decode(self._window[: self._num_context])
+        return self._decode(self._window)[len(context) :]
+
+    def _move_window(self) -> None:
+        self._window = self._window[-_CONTEXT:]
+        self._num_context = len(self._window)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer | None:
+    """Read `tokenizer.json` of a folder.
+
+    Returns:
+        The tokenizer, or None where the folder has none.
+
+    Raises:
+        CheckpointError: if the file is broken.
+    """
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        return Tokenizer(JsonTokenizer.from_file(str(file)))
+    except Exception as error:  # the package raises plain Exception for whatever is wrong
+        raise CheckpointError(f"{file}: not readable as a tokenizer ({error})") from None
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for.
+
+    Printable Latin-1 characters stand for themselves; the other bytes, in order, are written with
+    the characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
+
+
+_BYTE_OF_CHAR = _byte_of_char()

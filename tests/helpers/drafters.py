@@ -1,0 +1,86 @@
+"""Drafters that know, or deliberately miss, what the target will say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from hybridspec.config import EngineConfig, SamplingParams
+from hybridspec.engine.engine import Engine
+from hybridspec.engine.request import Request
+from hybridspec.runtime import Step
+from hybridspec.speculate import ChoiceRule
+
+__all__ = ["ScriptedDrafter", "run", "scripted_engine"]
+
+Script = Callable[[int, int], int]  # (right token, index) -> drafted token
+
+
+class ScriptedDrafter:
+    """Drafts what a script makes of the right continuation, known from plain decoding."""
+
+    def __init__(self, continuations: dict[tuple[int, ...], list[int]], script: Script) -> None:
+        self.continuations = continuations
+        self.script = script
+        self.engine: Engine | None = None
+
+    def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
+        return hidden
+
+    def propose(
+        self,
+        last_hidden: Tensor,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        num_drafts: Sequence[int],
+        rules: Sequence[ChoiceRule],
+    ) -> list[list[int]]:
+        scheduler = self.engine.scheduler
+        by_slot = {r.slot: r for r in [*scheduler.running, *scheduler.prefilling]}
+        drafts = []
+        for slot, start, count in zip(slots, starts, num_drafts, strict=True):
+            prompt = tuple(by_slot[slot].prompt_token_ids)
+            right, first = self.continuations[prompt], start + 1 - len(prompt)
+            drafts.append([self.script(right[i], i) for i in range(first, first + count)])
+        return drafts
+
+
+def right_script(token: int, index: int) -> int:
+    """Always right."""
+    return token
+
+
+def wrong_script(token: int, index: int) -> int:
+    """Always wrong."""
+    return token ^ 1
+
+
+def random_script(seed: int) -> Script:
+    """Right two times out of three."""
+    rng = random.Random(seed)
+    return lambda token, index: token if rng.random() < 0.67 else token ^ 1
+
+
+def scripted_engine(
+    folder: Path, continuations: dict[tuple[int, ...], list[int]], script: Script, k: int
+) -> Engine:
+    """An engine whose drafts follow a script."""
+    drafter = ScriptedDrafter(continuations, script)
+    config = EngineConfig(draft_tokens=k, device="cpu", dtype="float32")
+    drafter.engine = Engine(folder, config, drafter=drafter)
+    return drafter.engine
+
+
+def run(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[Request]:
+    """Run requests to their end in one batch."""
+    requests = [engine.make_request(p, one) for p, one in zip(prompts, params, strict=True)]
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    return requests
