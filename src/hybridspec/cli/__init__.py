@@ -10,8 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hybridspec.cli.arguments import parse
-from hybridspec.errors import CapacityError, UnsupportedError
+from hybridspec.cli.arguments import UsageError, parse
+from hybridspec.errors import CapacityError, CheckpointError, UnsupportedError
 
 __all__ = ["main"]
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.name not in _EXTRA_MODULES:
             raise
         return _complain(f"{error.name} is not installed: pip install 'hybridspec[engine]'")
-    except (ValueError, UnsupportedError, CapacityError, OSError) as error:
+    except (UsageError, CheckpointError, UnsupportedError, CapacityError, OSError) as error:
         return _complain(_explain(error))
 
 

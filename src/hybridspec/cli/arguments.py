@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import hybridspec
 from hybridspec.bundled import PROMPT_KINDS
 from hybridspec.config import MAX_DRAFT_TOKENS, EngineConfig, SamplingParams
 
-__all__ = ["UsageError", "engine_options", "parse", "sampling_params"]
+__all__ = ["UsageError", "engine_options", "parse", "sampling_params", "usage_errors"]
 
 _DESCRIPTION = """\
 Exact speculative decoding for hybrid language models, in which a rejected
@@ -51,6 +52,19 @@ _CLI_DEFAULTS = {"temperature": 0.0}
 
 class UsageError(ValueError):
     """A command line that cannot be carried out."""
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn ValueError, which says that a caller's value is wrong, into UsageError.
+
+    Only calls that check what the user gave are put under it: elsewhere a ValueError is a bug, and
+    its traceback is wanted.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 class _Parser(argparse.ArgumentParser):
@@ -275,14 +289,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    """Return the sampling parameters that the flags ask for; raises ValueError on wrong values."""
+    """Return the sampling parameters that the flags ask for; raises UsageError on wrong values."""
     names = (*_SAMPLING, "stop", "stop_token_ids", "ignore_eos")
-    return SamplingParams(**{name: getattr(arguments, name) for name in names})
+    with usage_errors():
+        return SamplingParams(**{name: getattr(arguments, name) for name in names})
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine options that the flags ask for; raises ValueError on wrong values."""
+    """Return the engine options that the flags ask for; raises UsageError on wrong values."""
     names = [field.name for field in dataclasses.fields(EngineConfig)]
     options = {name: getattr(arguments, name) for name in names}
-    EngineConfig(**options)
+    with usage_errors():
+        EngineConfig(**options)
     return options

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from hybridspec.bundled import held_out_prompts
 from hybridspec.cli import loading
-from hybridspec.cli.arguments import UsageError, sampling_params
+from hybridspec.cli.arguments import UsageError, sampling_params, usage_errors
 from hybridspec.cli.prompts import Prompt
 from hybridspec.cli.render import percent
 
@@ -75,6 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
         speculative = loading.open_engine(arguments)
         if speculative.config.draft_tokens == 0:
             raise UsageError(f"--model: {arguments.model} has no draft head to compare with")
+        with usage_errors():
+            for prompt in prompts:
+                speculative.stream(prompt.text, params)  # checks it, runs nothing yet
         for llm in (plain, speculative):
             loading.warm_up(llm)
     console = Console(highlight=False, quiet=arguments.json)

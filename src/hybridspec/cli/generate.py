@@ -14,7 +14,7 @@ from rich.text import Text
 
 import hybridspec
 from hybridspec.cli import loading
-from hybridspec.cli.arguments import sampling_params
+from hybridspec.cli.arguments import sampling_params, usage_errors
 from hybridspec.cli.prompts import Prompt, read_prompt
 from hybridspec.cli.render import (
     ACCEPTED,
@@ -81,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = read_prompt(arguments)
     with loading.progress("loading the model"):
         llm = loading.open_engine(arguments)
-        steps = llm.stream(prompt.text, params, prompt_token_ids=prompt.token_ids)
+        with usage_errors():
+            steps = llm.stream(prompt.text, params, prompt_token_ids=prompt.token_ids)
         loading.warm_up(llm)
     if arguments.json:
         result = _collect(llm, params, steps, on_step=lambda step: None)

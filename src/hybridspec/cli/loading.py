@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hybridspec.cli.arguments import engine_options
+from hybridspec.cli.arguments import engine_options, usage_errors
 from hybridspec.config import SamplingParams
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def open_engine(arguments: argparse.Namespace, **overrides: Any) -> LLM:
         overrides: engine options that replace those of the flags.
 
     Raises:
-        ValueError, UnsupportedError, CapacityError, OSError: if the model or an option does not
-            do; the message says what.
+        UsageError, CheckpointError, UnsupportedError, CapacityError, OSError: if the model or an
+            option does not do; the message says what.
     """
     options = engine_options(arguments) | overrides
     import torch
@@ -50,7 +50,8 @@ def open_engine(arguments: argparse.Namespace, **overrides: Any) -> LLM:
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    llm = LLM("bundled" if arguments.model is None else arguments.model, **options)
+    with usage_errors():
+        llm = LLM("bundled" if arguments.model is None else arguments.model, **options)
     is_small = llm.model_config.hidden_size <= _SMALL_HIDDEN_SIZE
     if arguments.threads is None and is_small and llm.config.device == "cpu":
         torch.set_num_threads(1)
