@@ -1,4 +1,8 @@
-"""Plain PyTorch form of the depthwise causal convolution: the oracle of kernels, and the CPU path."""
+"""Plain PyTorch form of the depthwise causal convolution: oracle of the kernels, and CPU path.
+
+Inputs enter the sum as the ring stores them, also in the step that appends them. A step of four
+rows and four steps of one row therefore see the same numbers, whatever the dtype of the ring.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +27,38 @@ def verify(
     activation: str | None,
     out: Tensor,
 ) -> None:
-    """Write `out` and append every row of `x` to the ring; see `api.verify`."""
-    requests, num_rows = live_requests(
+    """Append every row of `x` to its ring and write `out`; see `api.verify`."""
+    requests = live_requests(
         cu_seqlens, slots, seq_len, max_rows=max_verify_tokens, max_name="max_verify_tokens"
     )
-    if num_rows != out.shape[0]:
-        out.zero_()
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    width, num_channels = weight.shape[1], weight.shape[0]
-    taps = weight.t().to(dtype)
+    num_channels, width = weight.shape
+    dtype = _compute_dtype(x)
+    pieces, firsts, rows, height = [], [], [], 0
     for start, stop, slot, position in requests:
-        rows = x[start:stop]
-        num_new = stop - start
-        window = torch.cat((_history(conv_ring[slot], position, width, dtype), rows.to(dtype)))
-        windows = window.as_strided((num_new, width, num_channels), (num_channels, num_channels, 1))
-        _finish((windows * taps).sum(1), bias, activation, out[start:stop])
-        _append(conv_ring[slot], position, rows)
+        ring = conv_ring[slot]
+        _append(ring, position, x[start:stop])
+        pieces += _read(ring, position - width + 1, position + stop - start)
+        firsts += range(height, height + stop - start)
+        rows += range(start, stop)
+        height += width - 1 + stop - start
+    if len(rows) != out.shape[0]:
+        out.zero_()
+    if not rows:
+        return
+
+    inputs = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).to(dtype)
+    stride = inputs.stride(0)
+    windows = inputs.as_strided(
+        (height - width + 1, width, num_channels), (stride, stride, 1), inputs.storage_offset()
+    )
+    if len(requests) > 1:  # windows that reach from one request into the next are left behind
+        windows = windows.index_select(0, torch.tensor(firsts, device=x.device))
+    result = (windows * weight.t().to(dtype).contiguous()).sum(1)
+    _finish(result, bias, activation)
+    if len(rows) == out.shape[0]:
+        out.copy_(result)
+    else:
+        out[torch.tensor(rows, device=x.device)] = result.to(out.dtype)
 
 
 def prefill(
@@ -54,47 +74,57 @@ def prefill(
     out: Tensor,
 ) -> None:
     """Write `out` and store the last width - 1 rows of each request; see `api.prefill`."""
-    requests, num_rows = live_requests(
-        cu_seqlens, slots, seq_len, max_rows=max_seqlen, max_name="max_seqlen"
-    )
-    if num_rows != out.shape[0]:
+    requests = live_requests(cu_seqlens, slots, seq_len, max_rows=max_seqlen, max_name="max_seqlen")
+    if sum(stop - start for start, stop, _, _ in requests) != out.shape[0]:
         out.zero_()
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     width = weight.shape[1]
-    taps = weight.t().to(dtype)
+    dtype = _compute_dtype(x)
+    taps = weight.t().to(dtype).contiguous()
     for start, stop, slot, position in requests:
-        rows = x[start:stop]
+        ring = conv_ring[slot]
         num_new = stop - start
-        window = torch.cat((_history(conv_ring[slot], position, width, dtype), rows.to(dtype)))
-        result = window[:num_new] * taps[0]
+        fresh = x[start:stop].to(ring.dtype)
+        inputs = torch.cat([*_read(ring, position - width + 1, position), fresh]).to(dtype)
+        result = inputs[:num_new] * taps[0]
         for tap in range(1, width):  # one pass per tap keeps memory at [T, D], not [T, width, D]
-            result.addcmul_(window[tap : tap + num_new], taps[tap])
-        _finish(result, bias, activation, out[start:stop])
+            result.addcmul_(inputs[tap : tap + num_new], taps[tap])
+        _finish(result, bias, activation)
+        out[start:stop] = result
         num_kept = min(num_new, width - 1)
-        _append(conv_ring[slot], position + num_new - num_kept, rows[num_new - num_kept :])
+        _append(ring, position + num_new - num_kept, fresh[num_new - num_kept :])
 
 
-def _history(ring: Tensor, position: int, width: int, dtype: torch.dtype) -> Tensor:
-    """The width - 1 inputs before `position`, oldest first; those before the start are zero."""
-    capacity, num_channels = ring.shape
-    num_zeros = max(width - 1 - position, 0)
-    first, last = (position - width + 1 + num_zeros) % capacity, position % capacity
-    parts = [ring[first:last]] if first <= last else [ring[first:], ring[:last]]
-    if num_zeros:
-        parts.insert(0, ring.new_zeros((num_zeros, num_channels)))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _append(ring: Tensor, position: int, rows: Tensor) -> None:
     """Store rows at `position`, `position + 1`, ... modulo the capacity."""
-    first = position % ring.shape[0]
-    num_straight = min(rows.shape[0], ring.shape[0] - first)
-    ring[first : first + num_straight] = rows[:num_straight]
-    if num_straight < rows.shape[0]:
-        ring[: rows.shape[0] - num_straight] = rows[num_straight:]
+    capacity, num_rows = ring.shape[0], rows.shape[0]
+    first = position % capacity
+    num_wrapped = max(first + num_rows - capacity, 0)
+    ring[first : first + num_rows] = rows[: num_rows - num_wrapped]
+    if num_wrapped:
+        ring[:num_wrapped] = rows[num_rows - num_wrapped :]
 
 
-def _finish(result: Tensor, bias: Tensor | None, activation: str | None, out: Tensor) -> None:
+def _read(ring: Tensor, first: int, stop: int) -> list[Tensor]:
+    """Inputs of positions `first` to `stop - 1` in pieces; zeros stand for negative positions."""
+    pieces = []
+    if first < 0:
+        pieces.append(ring.new_zeros(-first, ring.shape[1]))
+        first = 0
+    begin = first % ring.shape[0]
+    end = begin + stop - first
+    pieces.append(ring[begin:end])
+    if end > ring.shape[0]:
+        pieces.append(ring[: end - ring.shape[0]])
+    return pieces
+
+
+def _finish(result: Tensor, bias: Tensor | None, activation: str | None) -> None:
+    """Add the bias and apply the activation, in place."""
     if bias is not None:
         result += bias
-    out.copy_(F.silu(result) if activation == "silu" else result)
+    if activation == "silu":
+        F.silu(result, inplace=True)

@@ -6,14 +6,21 @@ import torch
 from torch import Tensor
 
 from hybridspec.errors import UnsupportedError
+from hybridspec.ops._backends import always, choose_backend
 from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
-from hybridspec.ops._library import LIBRARY
+from hybridspec.ops._library import register
 from hybridspec.ops.paged_attention import reference
 
 __all__ = ["prefill", "verify"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
+_BACKENDS = {"reference": always}
+_ARGUMENTS = (
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor page_table, "
+    "Tensor seq_len, Tensor cu_seqlens, Tensor slots, int max_rows, float scale, Tensor(c!) out, "
+    "str backend)"
+)
 
 
 def verify(
@@ -32,11 +39,57 @@ def verify(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Append the keys and values of a decode step to the pages and attend over the context."""
+    """Append the keys and values of a decode step to the pages, then attend; the cursor stays.
+
+    With p = seq_len[slot] + t the position of row t, position j in row j mod page_size of page
+    page_table[slot, j // page_size], and query head h reading key head h // (Hq / Hkv):
+
+        K_p, V_p <- k_t, v_t
+        y_t = sum_(j <= p) softmax_(j <= p)(scale * q_t . K_j) V_j
+
+    Rows that are not committed afterwards are overwritten by the next append. Only pages that hold
+    a position <= the last appended one are looked at: the entries behind them may be anything. A
+    request with slot -1 or without rows touches no page.
+
+    Args:
+        q: queries, packed by request, [N, Hq, D], D a multiple of 16 up to 256; last stride 1; in.
+        k: keys of the same rows, [N, Hkv, D]; last stride 1; in.
+        v: values of the same rows, [N, Hkv, D]; last stride 1; in.
+        k_pages: stored keys, [P, page_size, Hkv, D]; last stride 1; in-out.
+        v_pages: stored values, [P, page_size, Hkv, D]; last stride 1; in-out.
+        page_table: page numbers of each slot, [S, max_pages], int32 or int64; in.
+        seq_len: positions stored so far, [S], int32 or int64; any cursor, such as a drafter's; in.
+        cu_seqlens: row bounds of the requests, [B+1], int32 or int64; in.
+        slots: slot of each request, -1 = padding, [B], int32 or int64; in.
+        max_verify_tokens: most rows of one request.
+        scale: factor of the scores; None is D ** -0.5.
+        out: where to write, [N, Hq, D], dtype of q; out.
+        backend: "auto" or "reference".
+
+    Returns:
+        [N, Hq, D] in the dtype of `q`; zeros in rows that belong to no slot.
+
+    Raises:
+        TypeError: for a dtype that is not supported.
+        UnsupportedError: for a head size that is not supported.
+        ValueError: for a wrong shape, stride or backend, or (reference) more rows in a request
+            than `max_verify_tokens`, more positions than the page table holds, or a live entry of
+            the page table that is no page.
+
+    Numerics:
+        fp32 (fp64 if `q` is). Keys and values are rounded to the dtype of the pages, fresh ones
+        too; the result is rounded once to the dtype of `out`.
+
+    Source:
+        Attention (Vaswani et al. 2017), grouped heads (Ainslie et al. 2023, arXiv:2305.13245),
+        pages (Kwon et al. 2023, arXiv:2309.06180).
+    """
     out = _prepare(q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots, out)
-    torch.ops.hybridspec.paged_attention_verify(
+    if scale is None:
+        scale = q.shape[2] ** -0.5
+    _verify_op(
         q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots, max_verify_tokens,
-        q.shape[2] ** -0.5 if scale is None else scale, out, _choose(backend),
+        scale, out, backend,
     )  # fmt: skip
     return out
 
@@ -57,19 +110,50 @@ def prefill(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The same as `verify` for long rows."""
+    """Append the keys and values of prompt rows to the pages, then attend; the cursor stays.
+
+    The same equation as `verify`, for any number of rows: a chunk of a prompt attends over the
+    chunks before it. Memory beyond the live keys and values is bounded.
+
+    Args:
+        q: queries, packed by request, [N, Hq, D], D a multiple of 16 up to 256; last stride 1; in.
+        k: keys of the same rows, [N, Hkv, D]; last stride 1; in.
+        v: values of the same rows, [N, Hkv, D]; last stride 1; in.
+        k_pages: stored keys, [P, page_size, Hkv, D]; last stride 1; in-out.
+        v_pages: stored values, [P, page_size, Hkv, D]; last stride 1; in-out.
+        page_table: page numbers of each slot, [S, max_pages], int32 or int64; in.
+        seq_len: positions stored so far, [S], int32 or int64; any cursor, such as a drafter's; in.
+        cu_seqlens: row bounds of the requests, [B+1], int32 or int64; in.
+        slots: slot of each request, -1 = padding, [B], int32 or int64; in.
+        max_seqlen: most rows of one request.
+        scale: factor of the scores; None is D ** -0.5.
+        out: where to write, [N, Hq, D], dtype of q; out.
+        backend: "auto" or "reference".
+
+    Returns:
+        [N, Hq, D] in the dtype of `q`; zeros in rows that belong to no slot.
+
+    Raises:
+        TypeError: for a dtype that is not supported.
+        UnsupportedError: for a head size that is not supported.
+        ValueError: for a wrong shape, stride or backend, or (reference) more rows in a request
+            than `max_seqlen`, more positions than the page table holds, or a live entry of the
+            page table that is no page.
+
+    Numerics:
+        As `verify`.
+
+    Source:
+        As `verify`.
+    """
     out = _prepare(q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots, out)
-    torch.ops.hybridspec.paged_attention_prefill(
+    if scale is None:
+        scale = q.shape[2] ** -0.5
+    _prefill_op(
         q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots, max_seqlen,
-        q.shape[2] ** -0.5 if scale is None else scale, out, _choose(backend),
+        scale, out, backend,
     )  # fmt: skip
     return out
-
-
-def _choose(backend: str) -> str:
-    if backend not in ("auto", "reference"):
-        raise UnsupportedError(f"backend: expected 'auto' or 'reference', got {backend!r}")
-    return "reference"
 
 
 def _prepare(
@@ -84,7 +168,52 @@ def _prepare(
     slots: Tensor,
     out: Tensor | None,
 ) -> Tensor:
-    """Check shapes and dtypes, and return the output tensor."""
+    """Check the call and return the output tensor; the explanation is looked for on failure."""
+    is_right = (
+        q.ndim == k.ndim == 3
+        and k.shape == v.shape
+        and k_pages.shape == v_pages.shape
+        and k.shape[1:] == k_pages.shape[2:]
+        and q.shape[::2] == k.shape[::2]
+        and q.shape[1] % k.shape[1] == 0
+        and 16 <= q.shape[2] <= 256
+        and q.shape[2] % 16 == 0
+        and page_table.ndim == 2
+        and seq_len.shape == page_table.shape[:1]
+        and slots.ndim == 1
+        and cu_seqlens.shape == (slots.shape[0] + 1,)
+        and q.stride(2) == k.stride(2) == v.stride(2) == k_pages.stride(3) == v_pages.stride(3) == 1
+        and q.dtype in _FLOATS
+        and k.dtype in _FLOATS
+        and v.dtype in _FLOATS
+        and k_pages.dtype in _FLOATS
+        and v_pages.dtype in _FLOATS
+        and page_table.dtype in _INTEGERS
+        and seq_len.dtype in _INTEGERS
+        and cu_seqlens.dtype in _INTEGERS
+        and slots.dtype in _INTEGERS
+    )
+    if not is_right:
+        _explain(q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots)
+    if out is None:
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
+    check("out", out, "N Hq D", {"N": q.shape[0], "Hq": q.shape[1], "D": q.shape[2]})
+    check_dtype("out", out, q.dtype)
+    return out
+
+
+def _explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_len: Tensor,
+    cu_seqlens: Tensor,
+    slots: Tensor,
+) -> None:
+    """Raise the error that names the first wrong argument."""
     dims: Dims = {}
     check("q", q, "N Hq D", dims)
     check("k", k, "N Hkv D", dims)
@@ -95,6 +224,15 @@ def _prepare(
     check("seq_len", seq_len, "S", dims)
     check("slots", slots, "B", dims)
     check("cu_seqlens", cu_seqlens, str(dims["B"] + 1), dims)
+    if dims["Hkv"] == 0 or dims["Hq"] % dims["Hkv"]:
+        raise ValueError(
+            f"q: expected a number of heads that is a multiple of the {dims['Hkv']} heads of k, "
+            f"got {dims['Hq']}"
+        )
+    if dims["D"] % 16 or not 16 <= dims["D"] <= 256:
+        raise UnsupportedError(
+            f"q: expected a head size that is a multiple of 16 up to 256, got {dims['D']}"
+        )
     for name, tensor in (("q", q), ("k", k), ("v", v), ("k_pages", k_pages), ("v_pages", v_pages)):
         check_last_stride(name, tensor)
         check_dtype(name, tensor, *_FLOATS)
@@ -105,37 +243,17 @@ def _prepare(
         ("slots", slots),
     ):
         check_dtype(name, tensor, *_INTEGERS)
-    if dims["Hq"] % dims["Hkv"]:
-        raise ValueError(f"q: expected a multiple of {dims['Hkv']} heads, got {dims['Hq']}")
-    if dims["D"] % 16 or not 16 <= dims["D"] <= 256:
-        raise UnsupportedError(
-            f"q: expected a head size that is a multiple of 16 up to 256, got {dims['D']}"
-        )
-    if out is None:
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    check("out", out, "N Hq D", dims)
-    check_dtype("out", out, q.dtype)
-    return out
 
 
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor page_table, "
-    "Tensor seq_len, Tensor cu_seqlens, Tensor slots, int max_rows, float scale, Tensor(c!) out, "
-    "str backend"
-)
+def _verify(q: Tensor, *args) -> None:
+    choose_backend("paged_attention.verify", args[-1], _BACKENDS)
+    reference.verify(q, *args[:-1])
 
 
-def _verify(*args) -> None:
-    reference.verify(*args[:-1])
+def _prefill(q: Tensor, *args) -> None:
+    choose_backend("paged_attention.prefill", args[-1], _BACKENDS)
+    reference.prefill(q, *args[:-1])
 
 
-def _prefill(*args) -> None:
-    reference.prefill(*args[:-1])
-
-
-for _name, _implementation in (("verify", _verify), ("prefill", _prefill)):
-    LIBRARY.define(f"paged_attention_{_name}({_ARGUMENTS}) -> ()")
-    LIBRARY.impl(f"paged_attention_{_name}", _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"hybridspec::paged_attention_{_name}", lambda *args: None, lib=LIBRARY
-    )
+_verify_op = register(f"paged_attention_verify{_ARGUMENTS}", _verify)
+_prefill_op = register(f"paged_attention_prefill{_ARGUMENTS}", _prefill)

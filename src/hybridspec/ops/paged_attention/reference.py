@@ -1,4 +1,8 @@
-"""Plain PyTorch form of attention over key/value pages: the oracle of kernels, and the CPU path."""
+"""Plain PyTorch form of attention over key/value pages: oracle of the kernels, and CPU path.
+
+Rows are appended first and then read back from the pages, so that fresh and stored keys have gone
+through the same rounding: four rows in one step and in four steps see the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridspec.ops._requests import live_requests
+from hybridspec.ops._requests import Request, live_requests
 
 __all__ = ["prefill", "verify"]
 
-_MASK_ELEMENTS = 1 << 22
+_MAX_MASK_ELEMENTS = 1 << 22
 
 
 def verify(
@@ -30,26 +34,16 @@ def verify(
     out: Tensor,
 ) -> None:
     """Append the rows, then attend; see `api.verify`."""
-    requests, num_rows = live_requests(
+    requests = live_requests(
         cu_seqlens, slots, seq_len, max_rows=max_verify_tokens, max_name="max_verify_tokens"
     )
-    if num_rows != out.shape[0]:
-        out.zero_()
+    _zero_rows_of_nobody(out, requests)
     num_heads = k.shape[1]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for start, stop, slot, position in requests:
-        length = position + stop - start
-        pages = _live_pages(page_table[slot], length, k_pages)
-        _append(k_pages, pages, position, k[start:stop])
-        _append(v_pages, pages, position, v[start:stop])
-        keys = _gather(k_pages, pages, length, dtype)
-        values = _gather(v_pages, pages, length, dtype)
-        queries = q[start:stop].to(dtype)
-        queries = queries.view(stop - start, num_heads, -1, q.shape[2]).permute(1, 2, 0, 3)
-        result = _attend_grouped(queries, keys, values, scale)
-        out[start:stop].view(stop - start, num_heads, -1, q.shape[2]).copy_(
-            result.permute(2, 0, 1, 3)
-        )
+    for request in requests:
+        keys, values = _append_and_read(k, v, k_pages, v_pages, page_table, request, q.dtype)
+        start, stop = request.start, request.stop
+        result = _attend_few(_by_group(q[start:stop], num_heads), keys, values, scale)
+        _by_group(out[start:stop], num_heads).copy_(result)
 
 
 def prefill(
@@ -67,42 +61,34 @@ def prefill(
     out: Tensor,
 ) -> None:
     """Append the rows, then attend in blocks of queries; see `api.prefill`."""
-    requests, num_rows = live_requests(
-        cu_seqlens, slots, seq_len, max_rows=max_seqlen, max_name="max_seqlen"
-    )
-    if num_rows != out.shape[0]:
-        out.zero_()
+    requests = live_requests(cu_seqlens, slots, seq_len, max_rows=max_seqlen, max_name="max_seqlen")
+    _zero_rows_of_nobody(out, requests)
     num_heads = k.shape[1]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for start, stop, slot, position in requests:
+    for request in requests:
+        keys, values = _append_and_read(k, v, k_pages, v_pages, page_table, request, q.dtype)
+        start, stop, _, position = request
         length = position + stop - start
-        pages = _live_pages(page_table[slot], length, k_pages)
-        _append(k_pages, pages, position, k[start:stop])
-        _append(v_pages, pages, position, v[start:stop])
-        keys = _gather(k_pages, pages, length, dtype)
-        values = _gather(v_pages, pages, length, dtype)
-        block = max(1, _MASK_ELEMENTS // length)
+        # Without a prefix SDPA masks by itself; else a mask is needed, and blocks bound its size.
+        block = max(_MAX_MASK_ELEMENTS // length, 1) if position else stop - start
         for first in range(start, stop, block):
             last = min(first + block, stop)
             end = position + last - start
-            queries = q[first:last].to(dtype)
-            queries = queries.view(last - first, num_heads, -1, q.shape[2]).permute(1, 2, 0, 3)
-            result = _attend(queries, keys[:, :end], values[:, :end], scale)
-            out[first:last].view(last - first, num_heads, -1, q.shape[2]).copy_(
-                result.permute(2, 0, 1, 3)
+            result = _attend_many(
+                _by_group(q[first:last], num_heads), keys[:, :end], values[:, :end], scale
             )
+            _by_group(out[first:last], num_heads).copy_(result)
 
 
-def _attend_grouped(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Attention of few rows [Hkv, G, T, D]: the heads of a group share one product."""
+def _attend_few(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attention of the last T positions: [Hkv, G, T, D] over [Hkv, L, D], one product a group."""
     num_heads, group, num_rows, head_dim = queries.shape
-    length = keys.shape[1]
     mask = None
     if num_rows > 1:
-        mask = queries.new_full((group, num_rows, length), -math.inf)
-        mask = mask.triu_(length - num_rows + 1).view(group * num_rows, length)
+        mask = keys.new_zeros(group, num_rows, keys.shape[1])
+        mask[:, :, -num_rows:].fill_(-math.inf).triu_(1)
+        mask = mask.view(group * num_rows, -1)
     result = F.scaled_dot_product_attention(
-        queries.reshape(1, num_heads, group * num_rows, head_dim),
+        queries.to(keys.dtype).reshape(1, num_heads, group * num_rows, head_dim),
         keys.unsqueeze(0),
         values.unsqueeze(0),
         attn_mask=mask,
@@ -111,43 +97,77 @@ def _attend_grouped(queries: Tensor, keys: Tensor, values: Tensor, scale: float)
     return result.view(num_heads, group, num_rows, head_dim)
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Attention of many rows [Hkv, G, T, D]; keys and values are broadcast over the group."""
+def _attend_many(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """The same for many rows: keys and values are broadcast, so that one mask serves a group."""
     num_heads, group, num_rows, head_dim = queries.shape
     length = keys.shape[1]
-    shape = (num_heads, group, length, head_dim)
     mask = None
     if num_rows < length:
-        mask = queries.new_full((num_rows, length), -math.inf).triu_(length - num_rows + 1)
+        mask = keys.new_full((num_rows, length), -math.inf).triu_(length - num_rows + 1)
     return F.scaled_dot_product_attention(
-        queries,
-        keys.unsqueeze(1).expand(shape),
-        values.unsqueeze(1).expand(shape),
+        queries.to(keys.dtype),
+        keys.unsqueeze(1).expand(-1, group, -1, -1),
+        values.unsqueeze(1).expand(-1, group, -1, -1),
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
     )
 
 
-def _live_pages(table: Tensor, length: int, pages: Tensor) -> Tensor:
-    """The page numbers [n] that hold the first `length` positions."""
-    num_pages = -(-length // pages.shape[1])
-    if num_pages > table.shape[0]:
+def _append_and_read(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    request: Request,
+    activation_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Store a request's rows and return all its keys and values, [Hkv, L, D] each."""
+    start, stop, slot, position = request
+    num_pages, page_size = k_pages.shape[:2]
+    length = position + stop - start
+    num_live = -(-length // page_size)
+    if num_live > page_table.shape[1]:
         raise ValueError(
-            f"page_table: expected at least {num_pages} pages per slot for {length} positions, "
-            f"got {table.shape[0]}"
+            f"page_table: expected room for {length} positions in slot {slot}, got "
+            f"{page_table.shape[1]} pages of {page_size}"
         )
-    return table[:num_pages]
+    table = page_table[slot, :num_live]
+    pages = table.tolist()
+    if min(pages) < 0 or max(pages) >= num_pages:
+        raise ValueError(
+            f"page_table: expected pages in [0, {num_pages}) for the {length} live positions of "
+            f"slot {slot}, got {pages}"
+        )
+
+    first_page, offset = position // page_size, position % page_size
+    if first_page == num_live - 1:
+        page = pages[-1]
+        k_pages[page, offset : offset + stop - start] = k[start:stop]
+        v_pages[page, offset : offset + stop - start] = v[start:stop]
+    else:
+        positions = torch.arange(position, length, device=table.device)
+        index = (table[positions // page_size], positions % page_size)
+        k_pages[index] = k[start:stop].to(k_pages.dtype)
+        v_pages[index] = v[start:stop].to(v_pages.dtype)
+
+    first = pages[0]
+    if pages[-1] - first == num_live - 1 and pages == list(range(first, first + num_live)):
+        live = (k_pages[first : first + num_live], v_pages[first : first + num_live])
+    else:
+        live = (k_pages.index_select(0, table), v_pages.index_select(0, table))
+    dtype = torch.float64 if activation_dtype == torch.float64 else torch.float32
+    keys, values = (pool.flatten(0, 1)[:length].to(dtype).transpose(0, 1) for pool in live)
+    return keys, values
 
 
-def _append(pool: Tensor, pages: Tensor, position: int, rows: Tensor) -> None:
-    """Store rows at `position`, `position + 1`, ... of the request that owns `pages`."""
-    page_size = pool.shape[1]
-    positions = torch.arange(position, position + rows.shape[0], device=pool.device)
-    pool[pages[positions // page_size], positions % page_size] = rows.to(pool.dtype)
+def _by_group(rows: Tensor, num_heads: int) -> Tensor:
+    """View [T, Hq, D] as [Hkv, G, T, D]."""
+    num_rows, _, head_dim = rows.shape
+    return rows.view(num_rows, num_heads, -1, head_dim).permute(1, 2, 0, 3)
 
 
-def _gather(pool: Tensor, pages: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """The first `length` rows of a request as [Hkv, length, D]."""
-    rows = pool.index_select(0, pages).flatten(0, 1)[:length]
-    return rows.to(dtype).transpose(0, 1)
+def _zero_rows_of_nobody(out: Tensor, requests: list[Request]) -> None:
+    if sum(request.stop - request.start for request in requests) != out.shape[0]:
+        out.zero_()
