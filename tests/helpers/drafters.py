@@ -16,6 +16,7 @@ from hybridspec.speculate import ChoiceRule
 
 __all__ = ["ScriptedDrafter", "run", "scripted_engine"]
 
+VOCAB = 97  # of the tiny checkpoints
 Script = Callable[[int, int], int]  # (right token, index) -> drafted token
 
 
@@ -55,13 +56,13 @@ def right_script(token: int, index: int) -> int:
 
 def wrong_script(token: int, index: int) -> int:
     """Always wrong."""
-    return token ^ 1
+    return (token + 1) % VOCAB
 
 
 def random_script(seed: int) -> Script:
     """Right two times out of three."""
     rng = random.Random(seed)
-    return lambda token, index: token if rng.random() < 0.67 else token ^ 1
+    return lambda token, index: token if rng.random() < 0.67 else (token + 1) % VOCAB
 
 
 def scripted_engine(
