@@ -1,99 +1,50 @@
 """Plain PyTorch verify, fold and materialize: the oracle of all kernels and the CPU backend.
 
-Requests and heads are batched; the state is only ever met through per-request views, so a step
-that does not fold neither copies nor changes it. Equations are those of the package's README.
+Requests and heads form one batch dimension; a state is only met through a view of its slot, so a
+step that does not fold neither copies nor changes it. The README beside this file derives the
+equations. On small models the cost is the number of operators called, hence the merged products.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..norms.reference import compute_dtype, gdn_gates
-from .ring import RingView
+from hybridspec.ops.gated_delta_rule.ring import RingView
+from hybridspec.ops.gated_delta_rule.rows import Rows
+from hybridspec.ops.norms.reference import gdn_gates, widened
 
-__all__ = ["absorb", "delta_rows", "fold", "materialize", "normalise", "read_state", "verify"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Requests that have rows: slots, first rows and lengths, as host integers."""
-
-    slots: list[int]
-    offsets: list[int]
-    lengths: list[int]
-    num_rows: int
-
-    @classmethod
-    def read(cls, cu_seqlens: Tensor, slots: Tensor) -> _Batch:
-        bounds = cu_seqlens.tolist()
-        live = [
-            (slot, first, last - first)
-            for slot, first, last in zip(slots.tolist(), bounds[:-1], bounds[1:], strict=True)
-            if slot >= 0 and last > first
-        ]
-        columns = list(zip(*live, strict=True)) or [(), (), ()]
-        return cls(*(list(column) for column in columns), num_rows=max(columns[2], default=0))
-
-    def is_uniform(self) -> bool:
-        first, size = self.offsets[0], self.num_rows
-        return all(n == size for n in self.lengths) and all(
-            offset == first + i * size for i, offset in enumerate(self.offsets)
-        )
-
-    def rows(self) -> list[int]:
-        return [
-            offset + t
-            for offset, n in zip(self.offsets, self.lengths, strict=True)
-            for t in range(n)
-        ]
-
-    def places(self) -> list[int]:
-        return [b * self.num_rows + t for b, n in enumerate(self.lengths) for t in range(n)]
-
-
-class _Packing:
-    """Moves packed rows to [B, T, ...] and back; ragged batches are padded with zeros."""
-
-    def __init__(self, batch: _Batch, device: torch.device) -> None:
-        self.shape = (len(batch.slots), batch.num_rows)
-        self.first = batch.offsets[0]
-        self.is_uniform = batch.is_uniform()
-        if not self.is_uniform:
-            self.rows = torch.tensor(batch.rows(), device=device)
-            self.places = torch.tensor(batch.places(), device=device)
-
-    def unpack(self, packed: Tensor) -> Tensor:
-        size = self.shape[0] * self.shape[1]
-        if self.is_uniform:
-            rows = packed.narrow(0, self.first, size)
-        else:
-            rows = packed.new_zeros((size, *packed.shape[1:]))
-            rows.index_copy_(0, self.places, packed.index_select(0, self.rows))
-        return rows.view(*self.shape, *packed.shape[1:])
-
-    def pack(self, rows: Tensor, out: Tensor) -> None:
-        size = self.shape[0] * self.shape[1]
-        if self.is_uniform:
-            if size < out.shape[0]:
-                out.zero_()
-            out.narrow(0, self.first, size).view(rows.shape).copy_(rows)
-        else:
-            out.zero_()
-            flat = rows.reshape(size, *rows.shape[2:]).index_select(0, self.places)
-            out.index_copy_(0, self.rows, flat.to(out.dtype))
+__all__ = [
+    "Window",
+    "absorb",
+    "compute_dtype",
+    "delta_rows",
+    "fold",
+    "materialize",
+    "normalise_",
+    "read_state",
+    "verify",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
-    """Live ring rows of the batch, dead rows zero: k [B,H,P,K], u [B,HV,P,V], G [B,HV,P]."""
+class Window:
+    """Live ring rows of a batch, dead rows zero.
+
+    Attributes:
+        k: [B * H, P, K].
+        u: [B * HV, P, V].
+        cum: [B * HV, P], cumulative log-decay G.
+        total: [B * HV, 1], G of the last live row, or 0 without one.
+    """
 
     k: Tensor
     u: Tensor
     cum: Tensor
-    total: Tensor  # [B, HV, 1], G of the last live row, 0 without one
+    total: Tensor
 
     @classmethod
     def read(
@@ -103,134 +54,159 @@ class _Window:
         starts: list[int],
         lengths: list[int],
         dtype: torch.dtype,
-    ) -> _Window:
-        num_rows, capacity = max(lengths), ring.k.shape[2]
-        if len(slots) == 1 and starts[0] + num_rows <= capacity:
-            parts = [
-                pool[slots[0] : slots[0] + 1].narrow(2, starts[0], num_rows)
-                for pool in (ring.k, ring.u, ring.cum_log_decay)
-            ]
-            k, u, cum = (part.to(dtype) for part in parts)
-            total = cum[:, :, -1:] if num_rows else cum.new_zeros((*cum.shape[:2], 1))
-            return cls(k, u, cum, total)
-        device = ring.k.device
-        rows = [[(start + j) % capacity for j in range(num_rows)] for start in starts]
-        index = (
-            torch.tensor(slots, device=device)[:, None],
-            slice(None),
-            torch.tensor(rows, device=device, dtype=torch.int64).view(len(slots), num_rows),
-        )
-        counts = torch.tensor(lengths, device=device)
-        is_dead = torch.arange(num_rows, device=device) >= counts[:, None]
-        k = ring.k[index].to(dtype).masked_fill(is_dead[:, :, None, None], 0.0)
-        u = ring.u[index].to(dtype).masked_fill(is_dead[:, :, None, None], 0.0)
-        cum = ring.cum_log_decay[index].to(dtype).masked_fill(is_dead[:, :, None], 0.0)
-        k, u, cum = k.transpose(1, 2), u.transpose(1, 2), cum.transpose(1, 2)
-        if num_rows == 0:
-            return cls(k, u, cum, cum.new_zeros((*cum.shape[:2], 1)))
-        last = (counts - 1).clamp_min(0).view(-1, 1, 1).expand(-1, cum.shape[1], 1)
-        return cls(k, u, cum, cum.gather(2, last))
+    ) -> Window:
+        k = _live_rows(ring.k, slots, starts, lengths, dtype)
+        u = _live_rows(ring.u, slots, starts, lengths, dtype)
+        cum = _live_rows(ring.cum_log_decay, slots, starts, lengths, dtype)
+        if min(lengths) == max(lengths) > 0:
+            return cls(k, u, cum, cum[:, -1:])
+        total = cum.new_zeros((cum.shape[0], 1))
+        value_heads = ring.u.shape[1]
+        for i, n in enumerate(lengths):
+            if n:
+                mine = slice(i * value_heads, (i + 1) * value_heads)
+                total[mine].copy_(cum[mine, n - 1 : n])
+        return cls(k, u, cum, total)
 
 
-def normalise(x: Tensor, dtype: torch.dtype, use_qk_l2norm: bool) -> Tensor:
-    x = x.to(dtype)
-    if use_qk_l2norm:
-        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-    return x
+def _pieces(start: int, count: int, capacity: int) -> list[tuple[int, int, int]]:
+    """Cut ring rows into runs (ring row, row of the window, number of rows)."""
+    head = min(count, capacity - start)
+    if head == count:
+        return [(start, 0, count)]
+    return [(start, 0, head), (0, head, count - head)]
+
+
+def _live_rows(
+    pool: Tensor, slots: list[int], starts: list[int], lengths: list[int], dtype: torch.dtype
+) -> Tensor:
+    capacity = pool.shape[2]
+    if len(slots) == 1:
+        slot = slots[0]
+        pieces = [pool[slot, :, r : r + n] for r, _, n in _pieces(starts[0], lengths[0], capacity)]
+        return widened(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1), dtype)
+    shape = (len(slots), pool.shape[1], max(lengths), *pool.shape[3:])
+    padded = pool.new_zeros(shape, dtype=dtype)
+    for i, (slot, start, count) in enumerate(zip(slots, starts, lengths, strict=True)):
+        for row, at, n in _pieces(start, count, capacity):
+            padded[i, :, at : at + n].copy_(pool[slot, :, row : row + n])
+    return padded.flatten(0, 1)
+
+
+def _append(pool: Tensor, by_head: Tensor, rows: Rows, starts: list[int]) -> None:
+    """Write the first T_b rows of [B * heads, T, ...] into each ring from row `starts[b]` on."""
+    heads = pool.shape[1]
+    for i, (slot, start, count) in enumerate(zip(rows.slots, starts, rows.lengths, strict=True)):
+        mine = by_head if len(starts) == 1 else by_head.narrow(0, i * heads, heads)
+        for row, at, n in _pieces(start, count, pool.shape[2]):
+            pool[slot, :, row : row + n].copy_(mine.narrow(1, at, n))
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """fp64 if one of the tensors is fp64, else fp32."""
+    is_wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if is_wide else torch.float32
+
+
+def normalise_(x: Tensor) -> Tensor:
+    """Scale rows to length one, in place."""
+    inverse = torch.linalg.vecdot(x, x).add_(1e-6).rsqrt_()
+    return x.mul_(inverse.unsqueeze(-1))
 
 
 def _tiles(state: Tensor, dtype: torch.dtype) -> list[slice]:
-    """Row ranges of V in which a state of another dtype is widened, never all of it at once."""
+    """Row ranges of V; a state of another dtype is widened in parts, never all of it at once."""
     size = state.shape[1]
     step = size if state.dtype == dtype else max(1, min(32, size // 2))
-    return [slice(first, min(first + step, size)) for first in range(0, size, step)]
+    return [slice(first, first + step) for first in range(0, size, step)]
 
 
 def read_state(x: Tensor, state: Tensor) -> Tensor:
-    """Multiply rows [HV, T, K] with a state [HV, V, K]: [HV, T, V]."""
-    parts = [torch.bmm(x, state[:, t].to(x.dtype).mT) for t in _tiles(state, x.dtype)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    """Multiply rows x [HV, T, K] with a state [HV, V, K]: [HV, T, V]."""
+    if state.dtype == x.dtype:
+        return torch.bmm(x, state.mT)
+    tiles = _tiles(state, x.dtype)
+    return torch.cat([torch.bmm(x, state[:, tile].to(x.dtype).mT) for tile in tiles], 2)
 
 
-def absorb(state: Tensor, u: Tensor, k: Tensor, cum: Tensor) -> None:
-    """Advance a state [HV, V, K] in place over rows u [HV, P, V], k [H, P, K], cum [HV, P].
+def absorb(state: Tensor, k: Tensor, u: Tensor, cum: Tensor) -> None:
+    """Advance a state [HV, V, K] in place over rows k [H, P, K], u [HV, P, V], cum [HV, P].
 
     S <- e^{cum_P} S + sum_j e^{cum_P - cum_j} u_j k_j^T
     """
     if cum.shape[1] == 0:
         return
+    (heads, num_rows, key_dim), value_heads = k.shape, state.shape[0]
     total = cum[:, -1:]
     weighted = (u * (total - cum).exp().unsqueeze(-1)).mT
-    keys = k.repeat_interleave(state.shape[0] // k.shape[0], 0)
+    shape = (heads, value_heads // heads, num_rows, key_dim)
+    keys = k.unsqueeze(1).expand(shape).reshape(value_heads, num_rows, key_dim)
     decay = total.exp().unsqueeze(-1)
     for tile in _tiles(state, u.dtype):
         part = state[:, tile]
-        wide = part.to(u.dtype).mul_(decay) if part.dtype != u.dtype else part.mul_(decay)
-        wide.baddbmm_(weighted[:, tile], keys)
-        if wide is not part:
+        wide = part.to(u.dtype)
+        wide.mul_(decay).baddbmm_(weighted[:, tile], keys)
+        if part.dtype != u.dtype:
             part.copy_(wide)
 
 
 def delta_rows(
-    x: Tensor, v: Tensor, cum: Tensor, beta: Tensor, base: Tensor, scale: float
+    x: Tensor,
+    v: Tensor,
+    cum: Tensor,
+    beta: Tensor,
+    window: Window | None,
+    read: Callable[[Tensor], Tensor],
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Solve for the corrections of T rows and read their outputs.
+    """Solve for the corrections of T rows behind a window, and read the rows' outputs.
+
+    u_t = beta_t (v_t - e^{c_t} S_h k_t) - sum_{s<t} beta_t e^{c_t-c_s} (k_t.k_s) u_s
+    y_t = scale (e^{c_t} S_h q_t + sum_{s<=t} e^{c_t-c_s} (q_t.k_s) u_s)
 
     Args:
-        x: [B, H, 2T, K], keys, then queries.
-        v: [B, HV, T, V].
-        cum: [B, HV, T], log-decay accumulated over the rows.
-        beta: [B, HV, T, 1].
-        base: [B, HV, 2T, V], what the rows read from everything before them.
+        x: [B * H, 2T, K], the keys, then the queries.
+        v: [B * HV, T, V].
+        cum: [B * HV, T], c.
+        beta: [B * HV, T].
+        window: rows between the checkpoint and these, or None.
+        read: multiplies rows [B * HV, 2T, K] with the checkpoints, [B * HV, 2T, V].
         scale: factor of the outputs.
 
     Returns:
-        u [B, HV, T, V] and y [B, HV, T, V].
+        u and y, both [B * HV, T, V].
     """
-    num_heads, (batch, value_heads, size, _) = x.shape[1], v.shape
-    shape = (batch, num_heads, value_heads // num_heads)
-    gram = (x @ x[:, :, :size].mT).view(batch, num_heads, 1, 2, size, size)
-    decay = (cum.unsqueeze(-1) - cum.unsqueeze(-2)).exp()
-    # above the diagonal the decay may overflow; tril selects it away
-    mix = (gram * decay.view(*shape, 1, size, size)).tril()
-    mix = mix.view(batch, value_heads, 2, size, size)
-    u = (v - base[:, :, :size]) * beta
+    (heads, _, key_dim), (value_heads, size, _) = x.shape, v.shape
+    ratio = value_heads // heads
+
+    # What each row reads, one column per source: checkpoint, live rows, rows of this step.
+    keys = x.narrow(1, 0, size)
+    if window is None:
+        past, num_live = torch.cat((cum.new_zeros((value_heads, 1)), cum), 1), 0
+    else:
+        past = torch.cat((window.total.neg(), window.cum - window.total, cum), 1)
+        keys, num_live = torch.cat((window.k, keys), 1), window.k.shape[1]
+    decay = (cum.unsqueeze(2) - past.unsqueeze(1)).exp_().view(heads, ratio, 1, size, -1)
+
+    weighted = x.view(heads, 1, 2, size, key_dim) * decay.narrow(4, 0, 1)
+    base = read(weighted.view(value_heads, 2 * size, key_dim))
+    dots = torch.bmm(x, keys.mT).view(heads, 1, 2, size, -1)
+    mix = dots * decay.narrow(4, 1, num_live + size)
     if size > 1:
-        u = torch.linalg.solve_triangular(mix[:, :, 0] * beta, u, upper=False, unitriangular=True)
-    y = torch.baddbmm(
-        base[:, :, size:].flatten(0, 1),
-        mix[:, :, 1].flatten(0, 1),
-        u.flatten(0, 1),
-        beta=scale,
-        alpha=scale,
-    )
-    return u, y.view(v.shape)
+        # Decays above the diagonal may have overflowed; tril selects them away.
+        mix.tril_(num_live)
+    mix = mix.view(value_heads, 2 * size, -1)
+    if num_live:
+        base.baddbmm_(mix.narrow(2, 0, num_live), window.u)
+        mix = mix.narrow(2, num_live, size)
 
-
-def _append(
-    ring: RingView, batch: _Batch, starts: list[int], k: Tensor, u: Tensor, cum: Tensor
-) -> None:
-    """Write rows t < T_b of each request behind its live window; starts = first free rows."""
-    capacity, lengths = ring.k.shape[2], batch.lengths
-    pools = ((ring.k, k), (ring.u, u), (ring.cum_log_decay, cum))
-    if len(lengths) == 1 and starts[0] + lengths[0] <= capacity:
-        for pool, rows in pools:
-            pool[batch.slots[0]].narrow(1, starts[0], lengths[0]).copy_(rows[0])
-        return
-    device = k.device
-    flat = [(b, t) for b, n in enumerate(lengths) for t in range(n)]
-    source = (
-        torch.tensor([b for b, _ in flat], device=device),
-        slice(None),
-        torch.tensor([t for _, t in flat], device=device),
-    )
-    target = (
-        torch.tensor([batch.slots[b] for b, _ in flat], device=device),
-        slice(None),
-        torch.tensor([(starts[b] + t) % capacity for b, t in flat], device=device),
-    )
-    for pool, rows in pools:
-        pool[target] = rows[source].to(pool.dtype)
+    beta = beta.unsqueeze(2)
+    u = (v - base.narrow(1, 0, size)).mul_(beta)
+    if size > 1:
+        lower = mix.narrow(1, 0, size) * beta
+        u = torch.linalg.solve_triangular(lower, u, upper=False, unitriangular=True)
+    rows = base.narrow(1, size, size)
+    return u, torch.baddbmm(rows, mix.narrow(1, size, size), u, beta=scale, alpha=scale)
 
 
 def verify(
@@ -252,76 +228,84 @@ def verify(
     beta_scale: float,
 ) -> None:
     """Check T_b rows of each request; see `hybridspec.ops.gated_delta_rule.verify`."""
-    batch = _Batch.read(cu_seqlens, slots)
-    if not batch.slots:
+    rows = Rows.read(cu_seqlens, slots)
+    if not rows.slots:
         out.zero_()
         return
-    folds = [False] * len(batch.slots)
-    if is_fold is not None:
-        asked = dict(zip(slots.tolist(), is_fold.tolist(), strict=True))
-        folds = [bool(asked[slot]) for slot in batch.slots]
-    dtype = compute_dtype(torch.promote_types(a.dtype, state.dtype))
-    packing = _Packing(batch, q.device)
-    num_slots, value_heads, size = len(batch.slots), v.shape[1], batch.num_rows
-    starts = [int(ring.ring_start[slot]) for slot in batch.slots]
-    history = [int(ring.history_len[slot]) for slot in batch.slots]
-    window = _Window.read(ring, batch.slots, starts, history, dtype)
+    dtype = compute_dtype(q, a, state)
+    all_starts, all_lengths = ring.ring_start.tolist(), ring.history_len.tolist()
+    starts = [all_starts[slot] for slot in rows.slots]
+    lengths = [all_lengths[slot] for slot in rows.slots]
+    window = Window.read(ring, rows.slots, starts, lengths, dtype)
 
-    keys, queries = packing.unpack(k).transpose(1, 2), packing.unpack(q).transpose(1, 2)
-    x = normalise(torch.cat((keys, queries), 2), dtype, use_qk_l2norm)
-    values = packing.unpack(v).transpose(1, 2).to(dtype)
-    log_decay, beta = gdn_gates(
-        packing.unpack(a).to(dtype), packing.unpack(b), A_log, dt_bias, beta_scale
-    )
-    cum = log_decay.transpose(1, 2).cumsum(2)
-    beta = beta.transpose(1, 2).unsqueeze(-1)
+    x = widened(torch.cat((rows.by_head(k), rows.by_head(q)), 1), dtype)
+    if use_qk_l2norm:
+        normalise_(x)
+    log_decay, beta = gdn_gates(widened(a, dtype), b, A_log, dt_bias, beta_scale)
+    cum = rows.by_head(log_decay).cumsum(1)
 
-    ratio = value_heads // x.shape[1]
-    wide = x.repeat_interleave(ratio, 1) if ratio > 1 else x
-    parts = [read_state(wide[i], state[slot]) for i, slot in enumerate(batch.slots)]
-    base = torch.stack(parts).view(num_slots, value_heads, 2, size, -1)
-    base = base * (cum + window.total).exp().view(num_slots, value_heads, 1, size, 1)
-    base = base.view(num_slots, value_heads, 2 * size, -1)
-    if max(history):
-        reach = x @ window.k.mT
-        decay = (cum.unsqueeze(-1) + (window.total - window.cum).unsqueeze(-2)).exp()
-        shape = (num_slots, x.shape[1], ratio, 1, size, -1)
-        mix = reach.view(num_slots, x.shape[1], 1, 2, size, -1) * decay.view(shape)
-        base = base + mix.reshape(num_slots, value_heads, 2 * size, -1) @ window.u
+    def read(weighted: Tensor) -> Tensor:
+        if len(rows.slots) == 1:
+            return read_state(weighted, state[rows.slots[0]])
+        parts = weighted.unflatten(0, (len(rows.slots), -1)).unbind()
+        return torch.cat([read_state(x, state[i]) for x, i in zip(parts, rows.slots, strict=True)])
 
-    u, y = delta_rows(x, values, cum, beta, base, scale)
-    packing.pack(y.transpose(1, 2), out)
+    values = widened(rows.by_head(v), dtype)
+    u, y = delta_rows(x, values, cum, rows.by_head(beta), window, read, scale)
+    rows.pack(y, out)
 
     before = window.total
-    if any(folds):
-        is_folding = torch.tensor(folds, device=cum.device).view(-1, 1, 1)
-        before = before.masked_fill(is_folding, 0.0)
-        for i, slot in enumerate(batch.slots):
-            if folds[i]:
-                n = history[i]
-                absorb(state[slot], window.u[i, :, :n], window.k[i, :, :n], window.cum[i, :, :n])
-    free = [start + n for start, n in zip(starts, history, strict=True)]
+    if is_fold is not None:
+        flags = is_fold.tolist()
+        folding = [i for i, request in enumerate(rows.requests) if flags[request]]
+        if folding:
+            before = before.clone()
+            _fold_requests(state, window, rows, lengths, folding, before)
     capacity = ring.k.shape[2]
-    _append(ring, batch, [row % capacity for row in free], x[:, :, :size], u, cum + before)
+    free = [(start + n) % capacity for start, n in zip(starts, lengths, strict=True)]
+    _append(ring.k, x, rows, free)
+    _append(ring.u, u, rows, free)
+    _append(ring.cum_log_decay, cum + before, rows, free)
+
+
+def _fold_requests(
+    state: Tensor,
+    window: Window,
+    rows: Rows,
+    lengths: list[int],
+    folding: list[int],
+    before: Tensor,
+) -> None:
+    """Absorb the windows of some requests and zero their `before`, G ahead of the new rows."""
+    count = len(rows.slots)
+    k, u, cum, total = (
+        rows_by_head.unflatten(0, (count, -1))
+        for rows_by_head in (window.k, window.u, window.cum, before)
+    )
+    for i in folding:
+        n = lengths[i]
+        absorb(state[rows.slots[i]], k[i, :, :n], u[i, :, :n], cum[i, :, :n])
+        total[i].zero_()
 
 
 def materialize(
     state: Tensor, ring: RingView, slots: list[int], out_slots: list[int], num_rows: list[int]
 ) -> None:
     """Write the state after the first live rows of each slot; see the public function."""
-    dtype = compute_dtype(state.dtype)
+    dtype = compute_dtype(state)
+    starts, lengths = ring.ring_start.tolist(), ring.history_len.tolist()
     for slot, target, asked in zip(slots, out_slots, num_rows, strict=True):
         if slot < 0 or target < 0:
             continue
-        n = max(0, min(asked, int(ring.history_len[slot])))
-        window = _Window.read(ring, [slot], [int(ring.ring_start[slot])], [n], dtype)
+        n = max(0, min(asked, lengths[slot]))
+        window = Window.read(ring, [slot], [starts[slot]], [n], dtype)
         if target != slot:
             state[target].copy_(state[slot])
-        absorb(state[target], window.u[0], window.k[0], window.cum[0])
+        absorb(state[target], window.k, window.u, window.cum)
 
 
 def fold(state: Tensor, ring: RingView, slots: Tensor, is_fold: Tensor) -> None:
-    """Fold the live window of the marked slots into their checkpoints."""
-    asked = zip(slots.tolist(), is_fold.tolist(), strict=True)
-    marked = [slot for slot, flag in asked if flag]
+    """Fold the live windows of the marked requests; see the public function."""
+    pairs = zip(slots.tolist(), is_fold.tolist(), strict=True)
+    marked = [slot for slot, flag in pairs if flag]
     materialize(state, ring, marked, marked, [ring.k.shape[2]] * len(marked))

@@ -9,9 +9,13 @@ from torch import Tensor
 __all__ = ["gated_rms_norm", "gdn_gates", "l2_norm", "rms_norm"]
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for everything but fp64, which stays."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast, without the call where there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -19,20 +23,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     y = x / sqrt(mean(x^2) + eps) * (1 + weight)
     """
-    wide = x.to(compute_dtype(x.dtype))
-    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * inverse * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+    dtype = _wide_dtype(x)
+    y = F.rms_norm(widened(x, dtype), weight.shape, widened(weight, dtype) + 1.0, eps)
+    return widened(y, x.dtype)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS-normalise the last dimension, weigh it, and multiply with silu(gate).
 
-    y = cast(x / sqrt(mean(x^2) + eps)) * weight * silu(gate)
+    y = cast(cast(x / sqrt(mean(x^2) + eps)) * weight * silu(gate))
     """
-    wide = x.to(compute_dtype(x.dtype))
-    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    normed = (wide * inverse).to(x.dtype) * weight
-    return (normed * F.silu(gate.to(wide.dtype))).to(x.dtype)
+    dtype = _wide_dtype(x)
+    normed = widened(F.rms_norm(widened(x, dtype), weight.shape, None, eps), x.dtype) * weight
+    return widened(normed * F.silu(widened(gate, dtype)), x.dtype)
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -40,8 +43,9 @@ def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 
     y = x / sqrt(sum(x^2) + eps)
     """
-    wide = x.to(compute_dtype(x.dtype))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    wide = widened(x, _wide_dtype(x))
+    inverse = torch.linalg.vecdot(wide, wide).add_(eps).rsqrt_()
+    return widened(wide * inverse.unsqueeze(-1), x.dtype)
 
 
 def gdn_gates(
@@ -51,7 +55,9 @@ def gdn_gates(
 
     log_decay = -exp(A_log) softplus(a + dt_bias),  beta = beta_scale sigmoid(b)
     """
-    dtype = compute_dtype(a.dtype)
-    log_decay = A_log.to(dtype).exp().neg() * F.softplus(a.to(dtype) + dt_bias.to(dtype))
-    beta = b.to(dtype).sigmoid()
-    return log_decay, beta if beta_scale == 1.0 else beta * beta_scale
+    dtype = _wide_dtype(a)
+    softplus = F.softplus(widened(a, dtype) + widened(dt_bias, dtype))
+    beta = widened(b, dtype).sigmoid()
+    if beta_scale != 1.0:
+        beta = beta * beta_scale
+    return softplus * widened(A_log, dtype).exp().neg_(), beta
