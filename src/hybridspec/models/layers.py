@@ -97,7 +97,7 @@ def rotate_(x: Tensor, rotary: RotaryRows) -> None:
     """Rotate the leading dimensions of every head of `x` [N, heads, D], in place."""
     cos, sin = rotary
     rotated = x[..., : cos.shape[-1]]
-    swapped = rotated.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    swapped = rotated.roll(cos.shape[-1] // 2, -1)
     rotated.mul_(cos).addcmul_(swapped, sin)
 
 
@@ -127,23 +127,15 @@ class GdnLayer:
     def forward(self, x: Tensor, step: Step, pool: GdnPool) -> Tensor:
         """Mix rows [N, D] along their requests; appends to the logs in `pool`."""
         g = self.config.gdn
-        q_size, v_size = g.num_key_heads * g.key_dim, g.num_value_heads * g.value_dim
-        qkv, z, b, a = F.linear(x, self.in_weight).split(
-            (g.conv_dim, v_size, g.num_value_heads, g.num_value_heads), dim=-1
+        keys, values = (-1, g.num_key_heads, g.key_dim), (-1, g.num_value_heads, g.value_dim)
+        q_size, v_size = keys[1] * keys[2], values[1] * values[2]
+        # split_with_sizes and view have no Python layer above them, unlike split and unflatten.
+        qkv, z, b, a = F.linear(x, self.in_weight).split_with_sizes(
+            (g.conv_dim, v_size, g.num_value_heads, g.num_value_heads), -1
         )
-        qkv = self._convolve(qkv, step, pool)
-        q, k, v = qkv.split((q_size, q_size, v_size), dim=-1)
-        y = self._mix(
-            q.unflatten(-1, (g.num_key_heads, g.key_dim)),
-            k.unflatten(-1, (g.num_key_heads, g.key_dim)),
-            v.unflatten(-1, (g.num_value_heads, g.value_dim)),
-            a,
-            b,
-            step,
-            pool,
-        )
-        z = z.unflatten(-1, (g.num_value_heads, g.value_dim))
-        y = gated_rms_norm(y, z, self.norm_weight, self.config.norm_eps)
+        q, k, v = self._convolve(qkv, step, pool).split_with_sizes((q_size, q_size, v_size), -1)
+        y = self._mix(q.view(keys), k.view(keys), v.view(values), a, b, step, pool)
+        y = gated_rms_norm(y, z.view(values), self.norm_weight, self.config.norm_eps)
         return F.linear(y.flatten(-2), self.out_weight)
 
     def _convolve(self, qkv: Tensor, step: Step, pool: GdnPool) -> Tensor:
@@ -198,9 +190,13 @@ class AttentionLayer:
         """Attend from rows [N, D] to their requests' pages; appends keys and values there."""
         c = self.config
         q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        qk, v, gate = F.linear(x, self.in_weight).split((q_size + kv_size, kv_size, q_size), dim=-1)
-        q, k = self._norm_and_rotate(qk, rotary).split((c.num_attention_heads, c.num_kv_heads), 1)
-        v = v.unflatten(-1, (c.num_kv_heads, c.head_dim))
+        qk, v, gate = F.linear(x, self.in_weight).split_with_sizes(
+            (q_size + kv_size, kv_size, q_size), -1
+        )
+        q, k = self._norm_and_rotate(qk, rotary).split_with_sizes(
+            (c.num_attention_heads, c.num_kv_heads), 1
+        )
+        v = v.view(-1, c.num_kv_heads, c.head_dim)
         logs = (pool.k_pages, pool.v_pages, page_table, step.seq_len, step.cu_seqlens, step.slots)
         if step.is_prefill:
             y = paged_attention.prefill(
@@ -214,7 +210,7 @@ class AttentionLayer:
 
     def _norm_and_rotate(self, qk: Tensor, rotary: RotaryRows) -> Tensor:
         weight = self.qk_norm_weight
-        heads = qk.unflatten(-1, weight.shape).to(weight.dtype)
+        heads = qk.view(-1, *weight.shape).to(weight.dtype)
         heads = F.rms_norm(heads, weight.shape[-1:], None, self.config.norm_eps).mul_(weight)
         rotate_(heads, rotary)
         return heads.to(qk.dtype)

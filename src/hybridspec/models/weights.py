@@ -44,7 +44,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        self._device = str(device)
+        self.device = device
         self._files: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
         self._unread: set[str] = set()
@@ -85,7 +85,7 @@ class Checkpoint:
 
     def _open(self, file: Path) -> None:
         try:
-            handle = safe_open(file, framework="pt", device=self._device)
+            handle = safe_open(file, framework="pt", device=str(self.device))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: not readable as safetensors ({error})") from None
         self._files[file] = handle
@@ -180,8 +180,10 @@ class WeightReader:
 
     def embedding(self) -> Tensor:
         """Return the token embedding, [vocab, D]."""
-        return self._matrix(
-            f"{self.checkpoint.trunk_prefix}embed_tokens.weight", self.config.vocab_size
+        return self._stored(
+            f"{self.checkpoint.trunk_prefix}embed_tokens.weight",
+            self.config.vocab_size,
+            self.config.hidden_size,
         )
 
     def head(self, embedding: Tensor) -> Tensor:
@@ -189,7 +191,7 @@ class WeightReader:
         if self.config.is_head_tied:
             self.checkpoint.skip("lm_head.weight")
             return embedding
-        return self._matrix("lm_head.weight", self.config.vocab_size)
+        return self._matrix("lm_head.weight", self.config.vocab_size, self.config.hidden_size)
 
     def final_norm(self) -> Tensor:
         """Return the factors of the norm behind the last layer, [D]."""
@@ -214,9 +216,23 @@ class WeightReader:
             "norm_weight": self._norm("mtp.norm.weight", size),
         }
 
-    def _matrix(self, name: str, rows: int, columns: int | None = None) -> Tensor:
-        shape = (rows, self.config.hidden_size if columns is None else columns)
-        return self.checkpoint.read(name, shape, self.dtype)
+    def _stored(self, name: str, rows: int, columns: int) -> Tensor:
+        return self.checkpoint.read(name, (rows, columns), self.dtype)
+
+    def _matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        """Return one matrix in the layout of `_empty`."""
+        return self._empty(rows, columns).copy_(self._stored(name, rows, columns))
+
+    def _empty(self, rows: int, columns: int) -> Tensor:
+        """Return an uninitialised matrix for `F.linear`.
+
+        On a CPU its columns lie side by side in memory: products of few rows with weights that are
+        not in the cache take 0.7 of the time that way.
+        """
+        options = {"dtype": self.dtype, "device": self.checkpoint.device}
+        if self.checkpoint.device.type == "cpu":
+            return torch.empty(columns, rows, **options).t()
+        return torch.empty(rows, columns, **options)
 
     def _vector(self, name: str, size: int) -> Tensor:
         return self.checkpoint.read(name, (size,), self.vector_dtype)
@@ -225,16 +241,12 @@ class WeightReader:
         return self._vector(name, size) + 1.0
 
     def _stacked(self, parts: dict[str, int]) -> Tensor:
-        """Return matrices of given row counts in one, filled part by part."""
-        stacked: Tensor | None = None
-        start = 0
-        for name, rows in parts.items():
-            part = self._matrix(name, rows)
-            if stacked is None:
-                stacked = part.new_empty(sum(parts.values()), part.shape[1])
-            stacked[start : start + rows] = part
-            start += rows
-        assert stacked is not None
+        """Return matrices over the hidden size, of given row counts, in one."""
+        stacked = self._empty(sum(parts.values()), self.config.hidden_size)
+        for (name, rows), target in zip(
+            parts.items(), stacked.split(list(parts.values())), strict=True
+        ):
+            target.copy_(self._stored(name, rows, self.config.hidden_size))
         return stacked
 
     def _layer(self, prefix: str, kind: str) -> DecoderLayer:
@@ -292,17 +304,19 @@ class WeightReader:
         c = self.config
         heads, kv_heads, head_dim = c.num_attention_heads, c.num_kv_heads, c.head_dim
         q_size, kv_size = heads * head_dim, kv_heads * head_dim
-        # Stored rows alternate per head: q, then its gate.
-        q_and_gate = self._matrix(f"{prefix}q_proj.weight", 2 * q_size)
-        q, gate = q_and_gate.view(heads, 2, head_dim, -1).unbind(1)
-        in_weight = torch.cat(
-            (
-                q.flatten(0, 1),
-                self._matrix(f"{prefix}k_proj.weight", kv_size),
-                self._matrix(f"{prefix}v_proj.weight", kv_size),
-                gate.flatten(0, 1),
-            )
-        )
+        stored = {
+            name: self._stored(f"{prefix}{name}_proj.weight", rows, c.hidden_size)
+            for name, rows in (("q", 2 * q_size), ("k", kv_size), ("v", kv_size))
+        }
+        # Stored rows of q alternate per head: q, then its gate.
+        q, gate = stored["q"].view(heads, 2, head_dim, -1).unbind(1)
+        in_weight = self._empty(2 * (q_size + kv_size), c.hidden_size)
+        for target, part in zip(
+            in_weight.split((q_size, kv_size, kv_size, q_size)),
+            (q.flatten(0, 1), stored["k"], stored["v"], gate.flatten(0, 1)),
+            strict=True,
+        ):
+            target.copy_(part)
         q_norm = self._norm(f"{prefix}q_norm.weight", head_dim)
         k_norm = self._norm(f"{prefix}k_norm.weight", head_dim)
         return AttentionLayer(
