@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from hybridspec.cli.arguments import build_parser, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
@@ -22,28 +25,31 @@ SUFFIXES = ("py", "md", "txt", "toml", "json", "jsonl", "safetensors", "yml", "c
 
 # Words of other projects and of file formats, which documents explain but no code here spells.
 FOREIGN = {
+    "RING_SLOTS",
+    "W_RING",
+    "accept_len",
+    "assistant_model",
+    "b_seq_len",
+    "cache_base",
+    "flush_min",
+    "g_cache",
+    "hist_len",
+    "initial_state_indices",
     "is_croppable",
-    "num_speculative_tokens",
+    "is_flush",
+    "max_cache_len",
     "max_spec_len",
     "mtp_step",
     "n_accepted",
-    "num_accepted",
-    "accept_len",
-    "initial_state_indices",
-    "ssm_state_indices",
-    "req_idx",
-    "cache_base",
-    "hist_len",
-    "write_pos",
-    "RING_SLOTS",
-    "W_RING",
-    "max_cache_len",
-    "flush_min",
-    "is_flush",
-    "g_cache",
+    "num_accepted_tokens",
+    "num_computed_tokens",
+    "num_speculative_tokens",
     "prompt_lookup_num_tokens",
-    "assistant_model",
+    "req_idx",
+    "req_to_token_indexs",
+    "ssm_state_indices",
     "use_mtp",
+    "write_pos",
 }
 
 
@@ -59,16 +65,24 @@ def words_of_the_code() -> set[str]:
 
 WORDS = words_of_the_code()
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+
+
+def option_strings() -> list[str]:
+    """Return every flag of the command line."""
+    commands = build_parser()._subparsers._group_actions[0].choices.values()
+    return [flag for command in commands for flag in command._option_string_actions]
+
+
 FLAGS = set(
     re.findall(
         r"--[a-z][a-z0-9-]*",
         "\n".join(
             file.read_text(encoding="utf-8")
-            for pattern in ("src/**/*.py", "tools/*.py", "benchmarks/**/*.py", "tests/conftest.py")
+            for pattern in ("tools/*.py", "benchmarks/**/*.py", "tests/conftest.py")
             for file in ROOT.glob(pattern)
         ),
     )
-)
+) | set(option_strings())
 
 
 def path_exists(path: str, document: Path) -> bool:
@@ -95,7 +109,7 @@ def complaint(span: str, document: Path) -> str | None:
 
 def unknown_identifier(span: str) -> str | None:
     """Return a complaint if a span is a (dotted or called) identifier that no code spells."""
-    match = re.fullmatch(r"([A-Za-z_][\w.]*)(\(.*\))?", span)
+    match = re.fullmatch(r"([A-Za-z][\w.]*)(\(.*\))?", span)
     if match is None:
         return None
     parts = match[1].split(".")
@@ -140,10 +154,6 @@ def fenced(text: str, *languages: str) -> list[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_commands_in_a_document_parse(document: Path) -> None:
-    import shlex
-
-    from hybridspec.cli.arguments import parse
-
     for block in fenced(document.read_text(encoding="utf-8"), "sh", "bash", "console"):
         for line in block.splitlines():
             words = shlex.split(line.removeprefix("$ "), comments=True)

@@ -13,7 +13,14 @@ import hybridspec
 from hybridspec.bundled import PROMPT_KINDS
 from hybridspec.config import MAX_DRAFT_TOKENS, EngineConfig, SamplingParams
 
-__all__ = ["UsageError", "engine_options", "parse", "sampling_params", "usage_errors"]
+__all__ = [
+    "UsageError",
+    "build_parser",
+    "engine_options",
+    "parse",
+    "sampling_params",
+    "usage_errors",
+]
 
 _DESCRIPTION = """\
 Exact speculative decoding for hybrid language models, in which a rejected
@@ -189,7 +196,8 @@ def _add_json(group: Any, what: str) -> None:
     group.add_argument("--json", action="store_true", help=f"print one JSON object: {what}")
 
 
-def _build() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
     parser = _Parser(
         prog="hybridspec", description=_DESCRIPTION, formatter_class=_formatter, allow_abbrev=False
     )
@@ -278,7 +286,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Raises:
         UsageError: if a flag or its value is wrong.
     """
-    arguments = _build().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     for name in ("threads", "num_prompts", "repeats"):
         value = getattr(arguments, name, None)
         if value is not None and value < 1:

@@ -199,7 +199,7 @@ def facts(result: Result, prompt: Prompt, is_terminal: bool) -> list[tuple[str, 
             (
                 "tokens per step",
                 f"{sum(committed) / len(committed):.2f} committed of at most {num_drafts + 1}"
-                f" ({len(committed)} steps, {stats.folds} folds)",
+                f" (steps: {len(committed)}, folds: {stats.folds})",
             )
         )
     if num_drafts:

@@ -1,0 +1,140 @@
+"""Flags: every parameter has one, mistakes are one line, help fits a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+import hybridspec
+from hybridspec.cli.arguments import UsageError, engine_options, parse, sampling_params
+from hybridspec.config import EngineConfig, SamplingParams
+
+NOT_IMPLEMENTED = {
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "logprobs",
+    "prompt_logprobs",
+    "bad_words",
+}
+
+
+def test_every_parameter_of_a_request_has_a_flag() -> None:
+    arguments = vars(parse(["generate"]))
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert names - NOT_IMPLEMENTED <= arguments.keys()
+    assert names >= NOT_IMPLEMENTED
+    assert not NOT_IMPLEMENTED & arguments.keys()
+
+
+@pytest.mark.parametrize("command", ["generate", "compare", "info"])
+def test_every_engine_option_has_a_flag(command: str) -> None:
+    assert EngineConfig(**engine_options(parse([command]))) == EngineConfig()
+
+
+def test_defaults_are_those_of_the_library_but_greedy() -> None:
+    assert sampling_params(parse(["generate"])) == SamplingParams(temperature=0.0)
+    assert sampling_params(parse(["compare"])) == SamplingParams(
+        temperature=0.0, max_tokens=64, seed=0
+    )
+
+
+def test_no_speculation_is_zero_drafts() -> None:
+    assert parse(["generate", "--no-speculation"]).draft_tokens == 0
+    assert parse(["generate", "--no-speculation", "--draft-tokens", "5"]).draft_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "COMMAND"),
+        ("gen", "invalid choice: 'gen'"),
+        ("generate --no-such-flag", "--no-such-flag"),
+        ("generate --max-tok 3", "--max-tok"),
+        ("generate --max-tokens many", "--max-tokens"),
+        ("generate --max-tokens", "--max-tokens"),
+        ("generate --threads 0", "--threads"),
+        ("generate a b", "b"),
+        ("generate --dtype float8", "--dtype"),
+        ("compare --num-prompts 0", "--num-prompts"),
+        ("compare --repeats -1", "--repeats"),
+        ("compare --kind poems", "--kind"),
+        ("info x", "x"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(cli: Callable, words: str, said: str) -> None:
+    outcome = cli(*words.split())
+    assert outcome.status == 2
+    assert outcome.out == ""
+    assert outcome.err.startswith("hybridspec: error: ")
+    assert said in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--max-tokens 0",
+        "--min-tokens -1",
+        "--min-tokens 9 --max-tokens 8",
+        "--temperature -1",
+        "--temperature nan",
+        "--top-p 0",
+        "--top-p 1.5",
+        "--top-k -2",
+        "--min-p 2",
+        "--seed -1",
+        "--stop-token-id -1",
+        "--draft-tokens 8",
+        "--draft-tokens -1",
+        "--device tpu",
+        "--max-model-len 1",
+        "--memory-fraction 0",
+    ],
+)
+def test_a_wrong_value_is_one_line_before_anything_is_loaded(cli: Callable, words: str) -> None:
+    outcome = cli("generate", "x", *words.split(), "--model", "/no/such/folder")
+    assert outcome.status == 2
+    name = words.split()[-2].removeprefix("--").replace("-", "_")
+    assert outcome.err.startswith("hybridspec: error: ")
+    assert name in outcome.err or "min_tokens" in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_version(cli: Callable) -> None:
+    outcome = cli("--version")
+    assert (outcome.status, outcome.out) == (0, f"hybridspec {hybridspec.__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["", "generate", "compare", "info"])
+def test_help_fits_eighty_columns(
+    cli: Callable, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    outcome = cli(*command.split(), "--help")
+    assert outcome.status == 0
+    assert max(map(len, outcome.out.splitlines())) <= 80
+    assert outcome.out.startswith("usage: hybridspec")
+
+
+def test_help_and_mistakes_load_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from hybridspec.cli import main\n"
+        "statuses = main(['--help']), main(['generate', '--top-p', '3'])\n"
+        "sys.exit(f'{statuses} {\"torch\" in sys.modules}')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "(0, 2) False"
+
+
+def test_usage_error_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="threads"):
+        parse(["info", "--threads", "0"])
+    assert issubclass(UsageError, ValueError)
