@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 
-from ..errors import UnsupportedError
+from hybridspec.errors import UnsupportedError
 
 __all__ = ["Supports", "always", "choose_backend"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .api import fold, materialize, prefill, verify
-from .ring import RingView
-from .slots import commit, copy_slots, decide_folds, reset_slots
+from hybridspec.ops.gated_delta_rule.api import fold, materialize, prefill, verify
+from hybridspec.ops.gated_delta_rule.ring import RingView
+from hybridspec.ops.gated_delta_rule.slots import commit, copy_slots, decide_folds, reset_slots
 
 __all__ = [
     "RingView",

@@ -1,122 +1,28 @@
-"""Public functions on a layer's state and ring: checks, allocation, and the registered ops."""
+"""Public functions on a layer's state and ring: contract, output allocation, operator call."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .._backends import always, choose_backend
-from .._checks import Dims, check, check_last_stride
-from .._library import register
-from . import prefill as reference_prefill
-from . import reference
-from .ring import RingView
+from hybridspec.ops._backends import always, choose_backend
+from hybridspec.ops._library import register
+from hybridspec.ops.gated_delta_rule import prefill as reference_prefill
+from hybridspec.ops.gated_delta_rule import reference
+from hybridspec.ops.gated_delta_rule.contracts import (
+    check_marks,
+    check_pools,
+    check_rows,
+    check_window,
+)
+from hybridspec.ops.gated_delta_rule.ring import RingView
 
 __all__ = ["fold", "materialize", "prefill", "verify"]
 
-_CANDIDATES = {"reference": always}
-
-
-def _verify(
-    q, k, v, a, b, A_log, dt_bias, state, ring_k, ring_u, ring_g, ring_start, history_len,
-    cu_seqlens, slots, is_fold, out, max_verify_tokens, max_window, scale, use_qk_l2norm,
-    beta_scale, backend,
-):  # fmt: skip
-    choose_backend("gated_delta_rule.verify", backend, _CANDIDATES)
-    ring = RingView(
-        k=ring_k,
-        u=ring_u,
-        cum_log_decay=ring_g,
-        ring_start=ring_start,
-        history_len=history_len,
-        max_window=max_window,
-    )
-    reference.verify(
-        q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, is_fold, out, scale,
-        use_qk_l2norm, beta_scale,
-    )  # fmt: skip
-
-
-def _prefill(
-    q, k, v, a, b, A_log, dt_bias, state, history_len, cu_seqlens, slots, out, max_seqlen,
-    scale, use_qk_l2norm, beta_scale, chunk_size, backend,
-):  # fmt: skip
-    choose_backend("gated_delta_rule.prefill", backend, _CANDIDATES)
-    reference_prefill.prefill(
-        q, k, v, a, b, A_log, dt_bias, state, history_len, cu_seqlens, slots, out, scale,
-        use_qk_l2norm, beta_scale, chunk_size,
-    )  # fmt: skip
-
-
-def _fold(state, ring_k, ring_u, ring_g, ring_start, history_len, slots, is_fold, backend):
-    choose_backend("gated_delta_rule.fold", backend, _CANDIDATES)
-    ring = RingView(
-        k=ring_k, u=ring_u, cum_log_decay=ring_g, ring_start=ring_start, history_len=history_len
-    )
-    reference.fold(state, ring, slots, is_fold)
-
-
-def _materialize(
-    state, ring_k, ring_u, ring_g, ring_start, history_len, slots, out_slots, num_rows, backend
-):
-    choose_backend("gated_delta_rule.materialize", backend, _CANDIDATES)
-    ring = RingView(
-        k=ring_k, u=ring_u, cum_log_decay=ring_g, ring_start=ring_start, history_len=history_len
-    )
-    reference.materialize(state, ring, slots.tolist(), out_slots.tolist(), num_rows.tolist())
-
-
-_verify_op = register(
-    "gated_delta_rule_verify(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, "
-    "Tensor dt_bias, Tensor(a!) state, Tensor(b!) ring_k, Tensor(c!) ring_u, "
-    "Tensor(d!) ring_cum_log_decay, Tensor ring_start, Tensor history_len, Tensor cu_seqlens, "
-    "Tensor slots, Tensor? is_fold, Tensor(e!) out, int max_verify_tokens, int max_window, "
-    "float scale, bool use_qk_l2norm, float beta_scale, str backend)",
-    _verify,
-)
-_prefill_op = register(
-    "gated_delta_rule_prefill(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, "
-    "Tensor dt_bias, Tensor(a!) state, Tensor history_len, Tensor cu_seqlens, Tensor slots, "
-    "Tensor(b!) out, int max_seqlen, float scale, bool use_qk_l2norm, float beta_scale, "
-    "int chunk_size, str backend)",
-    _prefill,
-)
-_fold_op = register(
-    "gated_delta_rule_fold(Tensor(a!) state, Tensor ring_k, Tensor ring_u, "
-    "Tensor ring_cum_log_decay, Tensor ring_start, Tensor history_len, Tensor slots, "
-    "Tensor is_fold, str backend)",
-    _fold,
-)
-_materialize_op = register(
-    "gated_delta_rule_materialize(Tensor(a!) state, Tensor ring_k, Tensor ring_u, "
-    "Tensor ring_cum_log_decay, Tensor ring_start, Tensor history_len, Tensor slots, "
-    "Tensor out_slots, Tensor num_rows, str backend)",
-    _materialize,
-)
-
-
-def _check_rows(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out) -> Tensor:
-    dims: Dims = {}
-    check("k", k, "N H K", dims)
-    check("q", q, "N H K", dims)
-    check("v", v, "N HV V", dims)
-    check("a", a, "N HV", dims)
-    check("b", b, "N HV", dims)
-    check("A_log", A_log, "HV", dims)
-    check("dt_bias", dt_bias, "HV", dims)
-    check("state", state, "S HV V K", dims)
-    check("ring.k", ring.k, "S H R K", dims)
-    check("ring.u", ring.u, "S HV R V", dims)
-    check("ring.cum_log_decay", ring.cum_log_decay, "S HV R", dims)
-    check("slots", slots, "B", dims)
-    if dims["HV"] % dims["H"]:
-        raise ValueError(f"v: expected heads a multiple of k's {dims['H']}, got {dims['HV']}")
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("a", a), ("b", b)):
-        check_last_stride(name, tensor)
-    if out is None:
-        return torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    check("out", out, "N HV V", dims)
-    return out
+_BACKENDS = {"reference": always}
+_ROWS = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias"
+_RING = "Tensor ring_start, Tensor history_len, int max_window"
+_OPTIONS = "float scale, bool use_qk_l2norm, float beta_scale"
 
 
 def prefill(
@@ -140,12 +46,58 @@ def prefill(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Run prompt rows from the slots' states and store the final states."""
-    out = _check_rows(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out)
+    """Run prompt rows from the states of their slots and store the final states.
+
+    Ring rows and cursors are neither read for values nor written. A prompt may come in parts, each
+    continuing from the state that the one before stored. The equation, per row and value head:
+
+        S <- e^{g_t} S;  u_t = beta_t (v_t - S k_t);  S <- S + u_t k_t^T;  y_t = scale S q_t
+        g_t = -exp(A_log) softplus(a_t + dt_bias),  beta_t = beta_scale sigmoid(b_t)
+
+    Args:
+        q: queries, [N, H, K], packed by request; last stride 1; in.
+        k: keys, [N, H, K], dtype of `v`; last stride 1; in.
+        v: values, [N, HV, V], HV a multiple of H, bf16, fp16, fp32 or fp64; last stride 1; in.
+        a: decay inputs, [N, HV], any of these dtypes; last stride 1; in.
+        b: write strength inputs, [N, HV], any of these dtypes; last stride 1; in.
+        A_log: [HV], fp32 or fp64; in.
+        dt_bias: [HV], fp32 or fp64; in.
+        state: checkpoints, [S, HV, V, K], any of these dtypes; last stride 1; in-out.
+        ring: ring of the layer; its slots must have no live rows; in.
+        cu_seqlens: row bounds of the requests, [B+1], int32; in.
+        slots: slot of each request, -1 = padding, [B], int32; in.
+        max_seqlen: most rows of one request.
+        scale: factor of the outputs; None is K^-0.5.
+        use_qk_l2norm: whether q and k are first scaled to length one per head.
+        beta_scale: 2 lets the state have negative eigenvalues.
+        chunk_size: rows that are solved at once.
+        out: where to write, [N, HV, V]; out.
+        backend: "auto" or "reference".
+
+    Returns:
+        [N, HV, V] in the dtype of `v`; zeros in rows that belong to no slot.
+
+    Raises:
+        TypeError: for a dtype that is not supported.
+        ValueError: for a wrong shape, stride, option or backend, or (reference) a slot with live
+            rows.
+
+    Numerics:
+        fp32 (fp64 if q, a or state is). The state is rounded once, at the end; outputs once.
+        Chunks are solved by substitution, decays are exponentials of differences <= 0.
+
+    Source:
+        Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), section 3.3 and equation 10.
+    """
+    check_rows(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    if out is None:
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     _prefill_op(
-        q, k, v, a, b, A_log, dt_bias, state, ring.history_len, cu_seqlens, slots, out, max_seqlen,
+        q, k, v, a, b, A_log, dt_bias, state, ring.history_len, cu_seqlens, slots, out,
         k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, beta_scale, chunk_size,
-        backend,
+        max_seqlen, backend,
     )  # fmt: skip
     return out
 
@@ -171,12 +123,65 @@ def verify(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Check T_b rows of each request and append them behind the live window."""
-    out = _check_rows(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out)
+    """Run the rows to verify and append them behind the live windows; cursors stay.
+
+    Checkpoints are written only where `is_fold` is set: they then take in the live window, which
+    holds committed rows only. With S_h the state after the window and c_t = g_1 + ... + g_t:
+
+        u_t = beta_t (v_t - e^{c_t} S_h k_t) - sum_{s<t} beta_t e^{c_t-c_s} (k_t.k_s) u_s
+        y_t = scale (e^{c_t} S_h q_t + sum_{s<=t} e^{c_t-c_s} (q_t.k_s) u_s)
+
+    Appended at ring row (ring_start + history_len + t) mod R: u_t, k_t, and c_t plus the window's
+    cumulative log-decay, or c_t alone where the step folds.
+
+    Args:
+        q: queries, [N, H, K], packed by request; last stride 1; in.
+        k: keys, [N, H, K], dtype of `v`; last stride 1; in.
+        v: values, [N, HV, V], HV a multiple of H, bf16, fp16, fp32 or fp64; last stride 1; in.
+        a: decay inputs, [N, HV], any of these dtypes; last stride 1; in.
+        b: write strength inputs, [N, HV], any of these dtypes; last stride 1; in.
+        A_log: [HV], fp32 or fp64; in.
+        dt_bias: [HV], fp32 or fp64; in.
+        state: checkpoints, [S, HV, V, K], any of these dtypes; last stride 1; in-out.
+        ring: ring of the layer: rows in-out, cursors in.
+        cu_seqlens: row bounds of the requests, [B+1], int32; in.
+        slots: slot of each request, -1 = padding, no slot twice, [B], int32; in.
+        max_verify_tokens: most rows of one request, at most `ring.max_window`.
+        is_fold: which requests fold, [B], int8, from `decide_folds`; it may be set only where the
+            request has rows. None: nobody folds. A step that folded must be committed; in.
+        scale: factor of the outputs; None is K^-0.5.
+        use_qk_l2norm: whether q and k are first scaled to length one per head.
+        beta_scale: 2 lets the state have negative eigenvalues.
+        out: where to write, [N, HV, V]; out.
+        backend: "auto" or "reference".
+
+    Returns:
+        [N, HV, V] in the dtype of `v`; zeros in rows that belong to no slot.
+
+    Raises:
+        TypeError: for a dtype that is not supported.
+        ValueError: for a wrong shape, stride, ring capacity, option or backend.
+
+    Numerics:
+        fp32 (fp64 if q, a or state is). Outputs are rounded once, to the dtype of `out`; appended
+        rows once, to those of the ring; a folded state once, to its own. Decays are exponentials
+        of differences <= 0; the triangular system is solved by substitution.
+
+    Source:
+        The delta rule of Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), equation 10;
+        README.md of this package derives the form used here.
+    """
+    check_rows(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out)
+    check_window(ring, max_verify_tokens)
+    if is_fold is not None and (is_fold.shape != slots.shape or is_fold.dtype != torch.int8):
+        check_marks({"B": slots.shape[0]}, is_fold=is_fold)
+    if out is None:
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     _verify_op(
         q, k, v, a, b, A_log, dt_bias, state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start,
-        ring.history_len, cu_seqlens, slots, is_fold, out, max_verify_tokens, ring.max_window,
-        k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, beta_scale, backend,
+        ring.history_len, ring.max_window, cu_seqlens, slots, is_fold, out,
+        k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, beta_scale,
+        max_verify_tokens, backend,
     )  # fmt: skip
     return out
 
@@ -184,10 +189,33 @@ def verify(
 def fold(
     state: Tensor, ring: RingView, slots: Tensor, *, is_fold: Tensor, backend: str = "auto"
 ) -> None:
-    """Fold the live windows of the marked requests into their checkpoints; cursors stay."""
+    """Take the live windows of the marked requests into their checkpoints; cursors stay.
+
+    S <- e^{G_P} S + sum_j e^{G_P - G_j} u_j k_j^T over the P live rows. `commit` with the same
+    `is_fold` then empties the windows.
+
+    Args:
+        state: checkpoints, [S, HV, V, K]; in-out.
+        ring: ring of the layer; in.
+        slots: slot of each request, -1 = padding, [B], int32; in.
+        is_fold: which requests fold, [B], int8; in.
+        backend: "auto" or "reference".
+
+    Raises:
+        TypeError: for a dtype that is not supported.
+        ValueError: for a wrong shape, stride, ring or backend.
+
+    Numerics:
+        fp32 (fp64 if the state is); the state is rounded once.
+
+    Source:
+        README.md of this package.
+    """
+    check_pools(state, ring)
+    check_marks({}, slots=slots, is_fold=is_fold)
     _fold_op(
-        state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len, slots,
-        is_fold, backend,
+        state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len,
+        ring.max_window, slots, is_fold, backend,
     )  # fmt: skip
 
 
@@ -200,8 +228,95 @@ def materialize(
     *,
     backend: str = "auto",
 ) -> None:
-    """Write the state after the first live rows of each slot into another slot."""
+    """Write the state after the first live rows of a slot into a slot; cursors stay.
+
+    state[out_slot] <- e^{G_n} S + sum_{j<=n} e^{G_n - G_j} u_j k_j^T, n = num_rows
+
+    Args:
+        state: checkpoints, [S, HV, V, K]; in-out.
+        ring: ring of the layer; in.
+        slots: slot to read of each request, [B], int32; in.
+        out_slots: slot to write, which may be the one that is read, but none that another request
+            reads, [B], int32; pairs with a -1 are skipped; in.
+        num_rows: live rows to take in, cut to 0..history_len, [B], int32; in.
+        backend: "auto" or "reference".
+
+    Raises:
+        TypeError: for a dtype that is not supported.
+        ValueError: for a wrong shape, stride, ring or backend.
+
+    Numerics:
+        As `fold`.
+
+    Source:
+        README.md of this package.
+    """
+    check_pools(state, ring)
+    check_marks({}, slots=slots, out_slots=out_slots, num_rows=num_rows)
     _materialize_op(
-        state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len, slots,
-        out_slots, num_rows, backend,
+        state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len,
+        ring.max_window, slots, out_slots, num_rows, backend,
     )  # fmt: skip
+
+
+def _ring(
+    k: Tensor, u: Tensor, cum: Tensor, ring_start: Tensor, history_len: Tensor, max_window: int
+) -> RingView:
+    return RingView(
+        k=k,
+        u=u,
+        cum_log_decay=cum,
+        ring_start=ring_start,
+        history_len=history_len,
+        max_window=max_window,
+    )
+
+
+def _prefill(*args) -> None:
+    *call, _max_seqlen, backend = args
+    choose_backend("gated_delta_rule.prefill", backend, _BACKENDS)
+    reference_prefill.prefill(*call)
+
+
+def _verify(*args) -> None:
+    *call, _max_verify_tokens, backend = args
+    choose_backend("gated_delta_rule.verify", backend, _BACKENDS)
+    reference.verify(*call[:8], _ring(*call[8:14]), *call[14:])
+
+
+def _fold(state: Tensor, *args) -> None:
+    *ring, slots, is_fold, backend = args
+    choose_backend("gated_delta_rule.fold", backend, _BACKENDS)
+    reference.fold(state, _ring(*ring), slots, is_fold)
+
+
+def _materialize(state: Tensor, *args) -> None:
+    *ring, slots, out_slots, num_rows, backend = args
+    choose_backend("gated_delta_rule.materialize", backend, _BACKENDS)
+    reference.materialize(
+        state, _ring(*ring), slots.tolist(), out_slots.tolist(), num_rows.tolist()
+    )
+
+
+_prefill_op = register(
+    f"gated_delta_rule_prefill({_ROWS}, Tensor(a!) state, Tensor history_len, Tensor cu_seqlens, "
+    f"Tensor slots, Tensor(b!) out, {_OPTIONS}, int chunk_size, int max_seqlen, str backend)",
+    _prefill,
+)
+_verify_op = register(
+    f"gated_delta_rule_verify({_ROWS}, Tensor(a!) state, Tensor(b!) ring_k, Tensor(c!) ring_u, "
+    f"Tensor(d!) ring_cum_log_decay, {_RING}, Tensor cu_seqlens, Tensor slots, Tensor? is_fold, "
+    f"Tensor(e!) out, {_OPTIONS}, int max_verify_tokens, str backend)",
+    _verify,
+)
+_fold_op = register(
+    "gated_delta_rule_fold(Tensor(a!) state, Tensor ring_k, Tensor ring_u, "
+    f"Tensor ring_cum_log_decay, {_RING}, Tensor slots, Tensor is_fold, str backend)",
+    _fold,
+)
+_materialize_op = register(
+    "gated_delta_rule_materialize(Tensor(a!) state, Tensor ring_k, Tensor ring_u, "
+    f"Tensor ring_cum_log_decay, {_RING}, Tensor slots, Tensor out_slots, Tensor num_rows, "
+    "str backend)",
+    _materialize,
+)

@@ -1,4 +1,4 @@
-"""Cursors and slots: which requests fold, commit, and copying or clearing slots."""
+"""What concerns whole slots: which requests fold, moving cursors, copying and clearing slots."""
 
 from __future__ import annotations
 
@@ -7,75 +7,47 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._backends import always, choose_backend
-from .._checks import Dims, check, check_dtype
-from .._library import register
+from hybridspec.ops._backends import always, choose_backend
+from hybridspec.ops._library import register
+from hybridspec.ops.gated_delta_rule.contracts import check_cursors, check_marks
 
 __all__ = ["commit", "copy_slots", "decide_folds", "reset_slots"]
 
-_CANDIDATES = {"reference": always}
+_BACKENDS = {"reference": always}
 
 
-def _commit(
-    seq_len: Tensor,
-    ring_start: Tensor,
+def decide_folds(
     history_len: Tensor,
     slots: Tensor,
-    is_fold: Tensor,
     num_verify_tokens: Tensor,
-    num_committed: Tensor,
-    ring_capacity: int,
-    backend: str,
+    is_fold: Tensor,
+    *,
+    max_window: int,
 ) -> None:
-    choose_backend("commit", backend, _CANDIDATES)
-    is_live = slots >= 0
-    index = slots[is_live].long()
-    committed = torch.minimum(num_committed.clamp_min(0), num_verify_tokens)[is_live].int()
-    history = history_len[index]
-    folded = torch.where(is_fold[is_live] != 0, history, 0)
-    seq_len[index] += committed.to(seq_len.dtype)
-    ring_start[index] = (ring_start[index] + folded) % ring_capacity
-    history_len[index] = history - folded + committed
-    is_fold.zero_()
-    num_verify_tokens.zero_()
+    """Mark the requests whose rows would not fit behind their live windows; nothing else changes.
 
+    is_fold = slot >= 0 and num_verify_tokens > 0 and history_len + num_verify_tokens > max_window
 
-def _decide_folds(
-    history_len: Tensor, slots: Tensor, num_verify_tokens: Tensor, is_fold: Tensor, max_window: int
-) -> None:
-    history = history_len[slots.clamp_min(0).long()]
-    is_over = (history + num_verify_tokens > max_window) & (num_verify_tokens > 0) & (slots >= 0)
-    is_fold.copy_(is_over)
+    Args:
+        history_len: live rows of each slot, [S], int32; in.
+        slots: slot of each request, -1 = padding, [B], int32; in.
+        num_verify_tokens: rows of each request in this step, [B], int32; in.
+        is_fold: the marks, [B], int8; out.
+        max_window: most live rows (W).
 
+    Raises:
+        TypeError: for a wrong dtype.
+        ValueError: for a wrong shape.
 
-def _copy_slots(pools: list[Tensor], src_slots: Tensor, dst_slots: Tensor) -> None:
-    is_live = (src_slots >= 0) & (dst_slots >= 0)
-    source, target = src_slots[is_live].long(), dst_slots[is_live].long()
-    for pool in pools:
-        pool[target] = pool[source]
+    Numerics:
+        Integers only.
 
-
-def _reset_slots(pools: list[Tensor], slots: Tensor) -> None:
-    index = slots[slots >= 0].long()
-    for pool in pools:
-        pool.index_fill_(0, index, 0)
-
-
-_commit_op = register(
-    "gated_delta_rule_commit(Tensor(a!) seq_len, Tensor(b!) ring_start, Tensor(c!) history_len, "
-    "Tensor slots, Tensor(d!) is_fold, Tensor(e!) num_verify_tokens, Tensor num_committed, "
-    "int ring_capacity, str backend)",
-    _commit,
-)
-_decide_folds_op = register(
-    "gated_delta_rule_decide_folds(Tensor history_len, Tensor slots, Tensor num_verify_tokens, "
-    "Tensor(a!) is_fold, int max_window)",
-    _decide_folds,
-)
-_copy_slots_op = register(
-    "copy_slots(Tensor(a!)[] pools, Tensor src_slots, Tensor dst_slots)", _copy_slots
-)
-_reset_slots_op = register("reset_slots(Tensor(a!)[] pools, Tensor slots)", _reset_slots)
+    Source:
+        README.md of this package.
+    """
+    check_cursors({}, history_len=history_len)
+    check_marks({}, slots=slots, num_verify_tokens=num_verify_tokens, is_fold=is_fold)
+    _decide_folds_op(history_len, slots, num_verify_tokens, is_fold, max_window)
 
 
 def commit(
@@ -90,50 +62,182 @@ def commit(
     ring_capacity: int,
     backend: str = "auto",
 ) -> None:
-    """Move the cursors of a step over its committed rows; a second call changes nothing."""
-    dims: Dims = {}
-    check("slots", slots, "B", dims)
-    check("is_fold", is_fold, "B", dims)
-    check("num_verify_tokens", num_verify_tokens, "B", dims)
-    check("num_committed", num_committed, "B", dims)
-    check("seq_len", seq_len, "S", dims)
-    check("ring_start", ring_start, "S", dims)
-    check("history_len", history_len, "S", dims)
-    _commit_op(
-        seq_len,
-        ring_start,
-        history_len,
-        slots,
-        is_fold,
-        num_verify_tokens,
-        num_committed,
-        ring_capacity,
-        backend,
+    """Move the cursors of a step over its committed rows; a second call changes nothing.
+
+    With n = num_committed cut to 0..num_verify_tokens: seq_len += n. Where the step folded,
+    ring_start += history_len (mod R) and history_len = n; elsewhere history_len += n. Then
+    is_fold and num_verify_tokens become 0.
+
+    Args:
+        seq_len: positions in the logs of each slot, [S], int32; in-out.
+        ring_start: first live ring row of each slot, [S], int32; in-out.
+        history_len: live ring rows of each slot, [S], int32; in-out.
+        slots: slot of each request, -1 = padding, no slot twice, [B], int32; in.
+        is_fold: the marks that this step's verify or fold got, [B], int8; in-out.
+        num_verify_tokens: rows of each request in this step, [B], int32; in-out.
+        num_committed: rows to keep, [B], int32; ignored in padding; in.
+        ring_capacity: ring rows (R).
+        backend: "auto" or "reference".
+
+    Raises:
+        TypeError: for a wrong dtype.
+        ValueError: for a wrong shape, capacity or backend.
+
+    Numerics:
+        Integers only.
+
+    Source:
+        README.md of this package.
+    """
+    check_cursors({}, seq_len=seq_len, ring_start=ring_start, history_len=history_len)
+    check_marks(
+        {},
+        slots=slots,
+        is_fold=is_fold,
+        num_verify_tokens=num_verify_tokens,
+        num_committed=num_committed,
     )
-
-
-def decide_folds(
-    history_len: Tensor,
-    slots: Tensor,
-    num_verify_tokens: Tensor,
-    is_fold: Tensor,
-    *,
-    max_window: int,
-) -> None:
-    """Mark the requests whose rows would not fit behind their live windows."""
-    dims: Dims = {}
-    check("slots", slots, "B", dims)
-    check("num_verify_tokens", num_verify_tokens, "B", dims)
-    check("is_fold", is_fold, "B", dims)
-    check_dtype("is_fold", is_fold, torch.int8)
-    _decide_folds_op(history_len, slots, num_verify_tokens, is_fold, max_window)
+    if ring_capacity < 1 or ring_capacity & (ring_capacity - 1):
+        raise ValueError(f"ring_capacity: expected a power of two, got {ring_capacity}")
+    _commit_op(
+        seq_len, ring_start, history_len, slots, is_fold, num_verify_tokens, num_committed,
+        ring_capacity, backend,
+    )  # fmt: skip
 
 
 def copy_slots(pools: Sequence[Tensor], src_slots: Tensor, dst_slots: Tensor) -> None:
-    """Copy slots of every pool (dim 0 is the slot); pairs with a -1 are skipped."""
-    _copy_slots_op(list(pools), src_slots, dst_slots)
+    """Copy slots in every pool; all sources are read before any target is written.
+
+    pool[dst_slots[i]] <- pool[src_slots[i]]
+
+    Args:
+        pools: tensors whose first dimension is the slot, cursors included, [S, ...]; in-out.
+        src_slots: [P], int32; in.
+        dst_slots: no slot twice, [P], int32; pairs with a -1 are skipped; in.
+
+    Raises:
+        TypeError: for a wrong dtype.
+        ValueError: for a wrong shape.
+
+    Numerics:
+        Bits are copied.
+
+    Source:
+        README.md of this package.
+    """
+    check_marks({}, src_slots=src_slots, dst_slots=dst_slots)
+    _copy_slots_op(_checked_pools(pools), src_slots, dst_slots)
 
 
 def reset_slots(pools: Sequence[Tensor], slots: Tensor) -> None:
-    """Zero slots of every pool (dim 0 is the slot); -1 is skipped."""
-    _reset_slots_op(list(pools), slots)
+    """Zero slots in every pool.
+
+    pool[slots[i]] <- 0
+
+    Args:
+        pools: tensors whose first dimension is the slot, cursors included, [S, ...]; in-out.
+        slots: [P], int32; -1 is skipped; in.
+
+    Raises:
+        TypeError: for a wrong dtype.
+        ValueError: for a wrong shape.
+
+    Numerics:
+        Exact zeros.
+
+    Source:
+        README.md of this package.
+    """
+    check_marks({}, slots=slots)
+    _reset_slots_op(_checked_pools(pools), slots)
+
+
+def _checked_pools(pools: Sequence[Tensor]) -> list[Tensor]:
+    for i, pool in enumerate(pools):
+        if pool.dim() == 0 or pool.shape[0] != pools[0].shape[0]:
+            raise ValueError(
+                f"pools[{i}]: expected {pools[0].shape[0]} slots like pools[0], "
+                f"got shape {list(pool.shape)}"
+            )
+    return list(pools)
+
+
+def _decide_folds(
+    history_len: Tensor, slots: Tensor, num_verify_tokens: Tensor, is_fold: Tensor, max_window: int
+) -> None:
+    history = history_len.tolist()
+    pairs = zip(slots.tolist(), num_verify_tokens.tolist(), strict=True)
+    marks = [slot >= 0 and n > 0 and history[slot] + n > max_window for slot, n in pairs]
+    is_fold.copy_(torch.tensor(marks, dtype=torch.int8))
+
+
+def _commit(
+    seq_len: Tensor,
+    ring_start: Tensor,
+    history_len: Tensor,
+    slots: Tensor,
+    is_fold: Tensor,
+    num_verify_tokens: Tensor,
+    num_committed: Tensor,
+    ring_capacity: int,
+    backend: str,
+) -> None:
+    choose_backend("gated_delta_rule.commit", backend, _BACKENDS)
+    positions, starts, lengths = seq_len.tolist(), ring_start.tolist(), history_len.tolist()
+    live, rows = [], []
+    marks = (slots, is_fold, num_verify_tokens, num_committed)
+    for slot, fold, size, asked in zip(*(mark.tolist() for mark in marks), strict=True):
+        if slot < 0:
+            continue
+        n = max(0, min(asked, size))
+        folded = lengths[slot] if fold else 0
+        live.append(slot)
+        rows.append(
+            (
+                positions[slot] + n,
+                (starts[slot] + folded) % ring_capacity,
+                lengths[slot] - folded + n,
+            )
+        )
+    if live:
+        index = torch.tensor(live, device=seq_len.device)
+        values = torch.tensor(rows, dtype=torch.int32, device=seq_len.device)
+        for cursor, column in zip(
+            (seq_len, ring_start, history_len), values.unbind(1), strict=True
+        ):
+            cursor.index_copy_(0, index, column)
+    is_fold.zero_()
+    num_verify_tokens.zero_()
+
+
+def _copy_slots(pools: list[Tensor], src_slots: Tensor, dst_slots: Tensor) -> None:
+    is_live = (src_slots >= 0) & (dst_slots >= 0)
+    source, target = src_slots[is_live].long(), dst_slots[is_live].long()
+    for pool in pools:
+        pool.index_copy_(0, target, pool.index_select(0, source))
+
+
+def _reset_slots(pools: list[Tensor], slots: Tensor) -> None:
+    index = slots[slots >= 0].long()
+    for pool in pools:
+        pool.index_fill_(0, index, 0)
+
+
+_decide_folds_op = register(
+    "gated_delta_rule_decide_folds(Tensor history_len, Tensor slots, Tensor num_verify_tokens, "
+    "Tensor(a!) is_fold, int max_window)",
+    _decide_folds,
+)
+_commit_op = register(
+    "gated_delta_rule_commit(Tensor(a!) seq_len, Tensor(b!) ring_start, Tensor(c!) history_len, "
+    "Tensor slots, Tensor(d!) is_fold, Tensor(e!) num_verify_tokens, Tensor num_committed, "
+    "int ring_capacity, str backend)",
+    _commit,
+)
+_copy_slots_op = register(
+    "gated_delta_rule_copy_slots(Tensor(a!)[] pools, Tensor src_slots, Tensor dst_slots)",
+    _copy_slots,
+)
+_reset_slots_op = register(
+    "gated_delta_rule_reset_slots(Tensor(a!)[] pools, Tensor slots)", _reset_slots
+)

@@ -1,0 +1,198 @@
+"""What a correct call looks like: sizes, dtypes and strides of all arguments.
+
+Each check is a handful of comparisons, since it runs for every layer of every step; only a call
+that fails them is looked at again, argument by argument, to say what is wrong.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
+from hybridspec.ops.gated_delta_rule.ring import RingView
+
+__all__ = ["check_cursors", "check_marks", "check_pools", "check_rows", "check_window"]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WIDE = (torch.float32, torch.float64)
+
+
+def check_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    ring: RingView,
+    cu_seqlens: Tensor,
+    slots: Tensor,
+    out: Tensor | None,
+) -> None:
+    """Raise ValueError or TypeError unless the arguments of verify or prefill fit together."""
+    _check_row_shapes(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out)
+    dtype = v.dtype
+    is_right = (
+        dtype in FLOATS
+        and q.dtype == dtype
+        and k.dtype == dtype
+        and a.dtype in FLOATS
+        and b.dtype in FLOATS
+        and A_log.dtype in WIDE
+        and dt_bias.dtype in WIDE
+        and state.dtype in FLOATS
+        and cu_seqlens.dtype == torch.int32
+        and slots.dtype == torch.int32
+        and (out is None or out.dtype in FLOATS)
+    )
+    if not is_right:
+        check_dtype("v", v, *FLOATS)
+        for name, tensor in (("q", q), ("k", k)):
+            check_dtype(name, tensor, dtype)
+        for name, tensor in (("a", a), ("b", b), ("state", state)):
+            check_dtype(name, tensor, *FLOATS)
+        for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
+            check_dtype(name, tensor, *WIDE)
+        for name, tensor in (("cu_seqlens", cu_seqlens), ("slots", slots)):
+            check_dtype(name, tensor, torch.int32)
+        if out is not None:
+            check_dtype("out", out, *FLOATS)
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("a", a), ("b", b), ("state", state)):
+        if tensor.stride(-1) != 1:
+            check_last_stride(name, tensor)
+    check_ring(ring)
+
+
+def _check_row_shapes(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out) -> None:
+    try:
+        (num_rows, heads, key_dim), (_, value_heads, value_dim) = k.shape, v.shape
+        num_slots, _, capacity, _ = ring.k.shape
+        gate_shape, head_shape = (num_rows, value_heads), (value_heads,)
+        is_right = (
+            q.shape == k.shape
+            and v.shape[0] == num_rows
+            and a.shape == gate_shape
+            and b.shape == gate_shape
+            and A_log.shape == head_shape
+            and dt_bias.shape == head_shape
+            and state.shape == (num_slots, value_heads, value_dim, key_dim)
+            and ring.k.shape[1] == heads
+            and ring.k.shape[3] == key_dim
+            and ring.u.shape == (num_slots, value_heads, capacity, value_dim)
+            and ring.cum_log_decay.shape == (num_slots, value_heads, capacity)
+            and (out is None or out.shape == v.shape)
+            and cu_seqlens.shape == (slots.shape[0] + 1,)
+            and value_heads % heads == 0
+        )
+    except (AttributeError, ValueError, IndexError):
+        is_right = False
+    if is_right:
+        return
+    dims: Dims = {}
+    check("k", k, "N H K", dims)
+    check("q", q, "N H K", dims)
+    check("v", v, "N HV V", dims)
+    if dims["HV"] % dims["H"]:
+        raise ValueError(f"v: expected a multiple of k's {dims['H']} heads, got {dims['HV']}")
+    check("a", a, "N HV", dims)
+    check("b", b, "N HV", dims)
+    check("A_log", A_log, "HV", dims)
+    check("dt_bias", dt_bias, "HV", dims)
+    check("state", state, "S HV V K", dims)
+    _explain_ring_shapes(ring, dims)
+    check("slots", slots, "B", dims)
+    dims["B+1"] = dims["B"] + 1
+    check("cu_seqlens", cu_seqlens, "B+1", dims)
+    if out is not None:
+        check("out", out, "N HV V", dims)
+
+
+def _explain_ring_shapes(ring: RingView, dims: Dims) -> None:
+    if not isinstance(ring, RingView):
+        raise TypeError(f"ring: expected a RingView, got {type(ring).__name__}")
+    check("ring.k", ring.k, "S H R K", dims)
+    check("ring.u", ring.u, "S HV R V", dims)
+    check("ring.cum_log_decay", ring.cum_log_decay, "S HV R", dims)
+    check("ring.ring_start", ring.ring_start, "S", dims)
+    check("ring.history_len", ring.history_len, "S", dims)
+
+
+def check_ring(ring: RingView) -> None:
+    """Raise unless the ring's dtypes and strides, its capacity and its cursors are right."""
+    k, u, cum = ring.k, ring.u, ring.cum_log_decay
+    num_slots, capacity = k.shape[0], k.shape[2]
+    is_right = (
+        k.dtype in FLOATS
+        and u.dtype in FLOATS
+        and cum.dtype in WIDE
+        and k.stride(-1) == 1
+        and u.stride(-1) == 1
+        and ring.ring_start.dtype == torch.int32
+        and ring.history_len.dtype == torch.int32
+        and ring.ring_start.shape == (num_slots,)
+        and ring.history_len.shape == (num_slots,)
+        and capacity & (capacity - 1) == 0
+        and 0 < ring.max_window < capacity
+    )
+    if is_right:
+        return
+    _explain_ring_shapes(ring, {})
+    check_dtype("ring.k", k, *FLOATS)
+    check_dtype("ring.u", u, *FLOATS)
+    check_dtype("ring.cum_log_decay", cum, *WIDE)
+    check_last_stride("ring.k", k)
+    check_last_stride("ring.u", u)
+    check_dtype("ring.ring_start", ring.ring_start, torch.int32)
+    check_dtype("ring.history_len", ring.history_len, torch.int32)
+    if capacity & (capacity - 1):
+        raise ValueError(f"ring.k: expected a power of two as ring capacity, got {capacity}")
+    if not 0 < ring.max_window < capacity:
+        raise ValueError(
+            f"ring.max_window: expected 1..{capacity - 1} (the ring has {capacity} rows), "
+            f"got {ring.max_window}"
+        )
+
+
+def check_window(ring: RingView, max_verify_tokens: int) -> None:
+    """Raise ValueError unless the ring holds a full window and the rows of a step."""
+    capacity, window = ring.k.shape[2], ring.max_window
+    if not 0 < max_verify_tokens <= window:
+        raise ValueError(
+            f"max_verify_tokens: expected 1..{window} (ring.max_window), got {max_verify_tokens}"
+        )
+    if window + max_verify_tokens > capacity:
+        raise ValueError(
+            f"max_verify_tokens: a window of {window} rows and {max_verify_tokens} more need "
+            f"{window + max_verify_tokens} ring rows, got {capacity}; use a larger ring"
+        )
+
+
+def check_pools(state: Tensor, ring: RingView) -> None:
+    """Raise ValueError or TypeError unless a state pool and a ring belong together."""
+    dims: Dims = {}
+    check("state", state, "S HV V K", dims)
+    check_dtype("state", state, *FLOATS)
+    check_last_stride("state", state)
+    _explain_ring_shapes(ring, dims)
+    if dims["HV"] % dims["H"]:
+        raise ValueError(
+            f"state: expected a multiple of ring.k's {dims['H']} heads, got {dims['HV']}"
+        )
+    check_ring(ring)
+
+
+def check_marks(dims: Dims, **marks: Tensor) -> None:
+    """Raise unless per-request tensors are [B]: `is_fold` int8, all others int32."""
+    for name, tensor in marks.items():
+        check(name, tensor, "B", dims)
+        check_dtype(name, tensor, torch.int8 if name == "is_fold" else torch.int32)
+
+
+def check_cursors(dims: Dims, **cursors: Tensor) -> None:
+    """Raise unless per-slot cursors are [S] int32."""
+    for name, tensor in cursors.items():
+        check(name, tensor, "S", dims)
+        check_dtype(name, tensor, torch.int32)
