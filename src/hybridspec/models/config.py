@@ -33,7 +33,6 @@ _FIXED_FIELDS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("attn_output_gate", (True,)),
     ("output_gate_type", ("swish", "silu", None)),
     ("mtp_use_dedicated_embeddings", (False,)),
-    ("quantization_config", (None,)),
 )
 
 
@@ -240,10 +239,13 @@ def _require_known_arithmetic(fields: _Fields) -> None:
     for name, allowed in _FIXED_FIELDS:
         value = fields.get(name, allowed[0])
         if value not in allowed:
-            shown = value if isinstance(value, str | bool) else "a value"
             raise UnsupportedError(
-                f"{fields.source}: {name}: only {allowed[0]!r} is supported, found {shown!r}"
+                f"{fields.source}: {name}: only {allowed[0]!r} is supported, found {value!r}"
             )
+    if fields.get("quantization_config") is not None:
+        raise UnsupportedError(
+            f"{fields.source}: quantization_config: quantized files are not supported"
+        )
     if fields.get("mtp_num_hidden_layers", 0) not in (0, 1):
         raise UnsupportedError(
             f"{fields.source}: mtp_num_hidden_layers: only 0 or 1 is supported, "

@@ -17,8 +17,7 @@ from hybridspec.errors import CheckpointError
 __all__ = ["Detokenizer", "Tokenizer", "load_tokenizer"]
 
 _REPLACEMENT = "\ufffd"
-_MAX_HELD = 3  # an incomplete character has at most 3 bytes, each shown as one replacement
-_CONTEXT = 6  # tokens decoded again in front of new ones, for decoders that look back
+_MAX_HELD = 3  # an incomplete character has at most 3 bytes, so at most 3 tokens
 
 
 class Tokenizer:
@@ -76,8 +75,8 @@ class Tokenizer:
 class Detokenizer:
     """Turns tokens that arrive a few at a time into text, complete characters only.
 
-    For byte-level tokenizers the pieces joined equal `decode` of all tokens. Others are decoded in
-    windows, and a run of invalid bytes may come out as more or fewer U+FFFD than `decode` gives.
+    For byte-level tokenizers the pieces joined equal `decode` of all tokens. With others, invalid
+    bytes may come out as more or fewer U+FFFD than `decode` gives.
 
     Args:
         tokenizer: decodes the tokens.
@@ -88,8 +87,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._window: list[int] = []  # context already handed out, then tokens held back
-        self._num_context = 0
+        # For decoders that look back: the tokens handed out last, then those held back.
+        self._context: list[int] = []
+        self._held: list[int] = []
 
     def push(self, token_ids: list[int]) -> str:
         """Take more tokens and return the text that became certain."""
@@ -99,29 +99,29 @@ class Detokenizer:
         ]
         if None not in pieces:
             return self._utf8.decode(b"".join(piece for piece in pieces if piece))
-        self._window += token_ids
-        text = self._new_window_text()
-        held = len(text) - len(text.rstrip(_REPLACEMENT))
-        if 0 < held <= _MAX_HELD:
-            return ""
-        self._move_window()
-        return text
+        return "".join(self._push_one(token) for token in token_ids)
 
     def finish(self) -> str:
         """Return what was held back, as U+FFFD where it stayed incomplete, and start anew."""
-        text = self._utf8.decode(b"", final=True) + self._new_window_text()
+        text = self._utf8.decode(b"", final=True) + self._held_text()
         self._utf8.reset()
-        self._window = []
-        self._num_context = 0
+        self._context, self._held = [], []
         return text
 
-    def _new_window_text(self) -> str:
-        context = self._decode(self._window[: self._num_context])
-        return self._decode(self._window)[len(context) :]
+    def _push_one(self, token_id: int) -> str:
+        self._held.append(token_id)
+        text = self._held_text()
+        if text.endswith(_REPLACEMENT) and len(self._held) <= _MAX_HELD:
+            return ""
+        if text:
+            self._context = self._held
+        self._held = []
+        return text
 
-    def _move_window(self) -> None:
-        self._window = self._window[-_CONTEXT:]
-        self._num_context = len(self._window)
+    def _held_text(self) -> str:
+        if not self._held:
+            return ""
+        return self._decode(self._context + self._held)[len(self._decode(self._context)) :]
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)

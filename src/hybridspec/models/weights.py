@@ -69,16 +69,16 @@ class Checkpoint:
     def _open_shards(self, folder: Path, index: Path) -> None:
         try:
             shard_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            shards = sorted(set(shard_of.values()))
+            shards = sorted({folder / shard for shard in shard_of.values()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{index}: expected a JSON object with a weight_map of names to files "
                 f"({type(error).__name__}: {error})"
             ) from None
         for shard in shards:
-            if not (folder / shard).is_file():
-                raise CheckpointError(f"{index}: names the file {shard}, which does not exist")
-            self._open(folder / shard)
+            if not shard.is_file():
+                raise CheckpointError(f"{index}: names the file {shard.name}, which does not exist")
+            self._open(shard)
         for name, shard in shard_of.items():
             if self._file_of.get(name) != folder / shard:
                 raise CheckpointError(f"{folder / shard}: {name}: named by {index.name}, not found")
