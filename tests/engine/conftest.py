@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from helpers.tiny_checkpoints import TinyCheckpoint, build_tiny_checkpoint
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.tiny_checkpoints import TinyCheckpoint, build_tiny_checkpoint
 
+from helpers.tiny_checkpoints import TinyCheckpoint, build_tiny_checkpoint
 from hybridspec import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+
 from helpers.drafters import (
     random_script,
     right_script,
@@ -14,7 +15,6 @@ from helpers.drafters import (
     wrong_script,
 )
 from helpers.tiny_checkpoints import TinyCheckpoint
-
 from hybridspec import LLM, SamplingParams
 from hybridspec.engine import scheduler as scheduler_module
 
@@ -69,8 +69,7 @@ def test_any_number_of_drafts(tiny: TinyCheckpoint, plain: list[list[int]], k: i
         committed = result.stats.committed_per_step
         assert sum(committed) + 1 == len(result.outputs[0].token_ids)
         assert all(
-            1 <= c <= d + 1
-            for c, d in zip(committed, result.stats.drafted_per_step, strict=True)
+            1 <= c <= d + 1 for c, d in zip(committed, result.stats.drafted_per_step, strict=True)
         )
 
 
@@ -101,14 +100,11 @@ def test_requests_that_join_and_leave(tiny: TinyCheckpoint, plain: list[list[int
     requests = [engine.make_request(p, one) for p, one in zip(prompts, params, strict=True)]
     doomed = [engine.make_request(p, one) for p, one in zip(prompts, params, strict=True)][:3]
     arrivals = iter([*requests[:4], *doomed, *requests[4:]])
-    steps = 0
-    for request in arrivals:
+    for arrived, request in enumerate(arrivals, start=1):
         engine.add(request)
-        engine.step()
-        steps += 1
-        if steps % 2:
+        for _ in range(1 + arrived % 2):
             engine.step()
-        if steps == 9:
+        if arrived == 9:
             for one in doomed:
                 engine.abort(one)
     while engine.has_work:
@@ -191,6 +187,7 @@ def test_a_failing_step_frees_its_requests(
     llm = LLM(tiny.folder, draft_tokens=3, device="cpu")
     model = llm._engine.model
     with monkeypatch.context() as patch:
+
         def broken(*args: object) -> None:
             raise RuntimeError("out of memory")
 
