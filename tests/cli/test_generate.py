@@ -198,7 +198,7 @@ def test_a_terminal_gets_marks_and_a_panel(fake: FakeLLM, monkeypatch: pytest.Mo
     screen = terminal(monkeypatch)
     assert generate.run(arguments("say")) == 0
     shown = screen.getvalue()
-    assert "\x1b[4;32mb\x1b[0m" in shown
+    assert "\x1b[32mb\x1b[0m" in shown
     assert "╭" in shown
     assert "the model's own tokens" in shown
 

@@ -50,9 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRA_MODULES:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _EXTRA_MODULES:
             raise
-        return _complain(f"{error.name} is not installed: pip install 'hybridspec[engine]'")
+        return _complain(f"{missing} is not installed: pip install 'hybridspec[engine]'")
     except (UsageError, CheckpointError, UnsupportedError, CapacityError, OSError) as error:
         return _complain(_explain(error))
 

@@ -16,7 +16,7 @@ from hybridspec.bundled import held_out_prompts
 from hybridspec.cli import loading
 from hybridspec.cli.arguments import UsageError, sampling_params, usage_errors
 from hybridspec.cli.prompts import Prompt
-from hybridspec.cli.render import percent
+from hybridspec.cli.render import PlainConsole, percent
 
 if TYPE_CHECKING:
     from hybridspec import LLM, SamplingParams
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
                 speculative.stream(prompt.text, params)  # checks it, runs nothing yet
         for llm in (plain, speculative):
             loading.warm_up(llm)
-    console = Console(highlight=False, quiet=arguments.json)
+    console = PlainConsole(quiet=arguments.json)
     console.print(_heading(), style="dim", soft_wrap=True)
     pairs = []
     total = arguments.repeats * len(prompts)

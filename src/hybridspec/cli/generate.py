@@ -19,6 +19,7 @@ from hybridspec.cli.prompts import Prompt, read_prompt
 from hybridspec.cli.render import (
     ACCEPTED,
     MarkedText,
+    PlainConsole,
     amount,
     percent,
     print_facts,
@@ -115,7 +116,7 @@ def _show(
     steps: Iterator[StepOutput],
 ) -> None:
     """Stream the text or the steps, then the panel."""
-    console = Console(highlight=False)
+    console = PlainConsole()
     draft_tokens = llm.config.draft_tokens
     take = _marker(llm)
     held_back = Text()

@@ -6,11 +6,10 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.text import Text
 
 from hybridspec.cli import loading
-from hybridspec.cli.render import amount
+from hybridspec.cli.render import PlainConsole, amount
 
 if TYPE_CHECKING:
     from hybridspec.engine import EngineInfo
@@ -27,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json(info), allow_nan=False))
         return 0
-    console = Console(highlight=False)
+    console = PlainConsole()
     for index, (title, rows) in enumerate(sections(info).items()):
         if index:
             console.print()

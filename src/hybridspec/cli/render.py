@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from rich.theme import Theme
 
 if TYPE_CHECKING:
     from hybridspec.engine import StepOutput
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ACCEPTED",
     "MarkedText",
+    "PlainConsole",
     "amount",
     "percent",
     "print_facts",
@@ -26,13 +28,26 @@ __all__ = [
     "trace_line",
 ]
 
-ACCEPTED = "green underline"  # the underline is what remains where NO_COLOR is set
-_REJECTED = "red strike"
-_OWN = "bold"
-_FAINT = "dim"
+# Names of styles; what they are depends on whether the terminal has colours (PlainConsole).
+ACCEPTED, REJECTED, OWN, FAINT = "accepted", "rejected", "own", "faint"
+
+_COLOURS = {ACCEPTED: "green", REJECTED: "red strike", OWN: "bold", FAINT: "dim"}
+_NO_COLOURS = {**_COLOURS, ACCEPTED: "underline", REJECTED: "strike"}
 
 # Escape sequences in generated text would act on the terminal: show their pictures instead.
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+
+
+class PlainConsole(Console):
+    """rich's console without guesses at what to colour, which tells main() of a broken pipe."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+        has_colours = self.color_system is not None and not self.no_color
+        self.push_theme(Theme(_COLOURS if has_colours else _NO_COLOURS))
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def printable(text: str) -> str:
@@ -98,7 +113,7 @@ def shown(token: int, piece: str) -> str:
 def trace_heading(draft_tokens: int) -> Text:
     """Return the line above the steps."""
     drafted = "drafted".ljust(_drafted_width(draft_tokens))
-    return Text(f"step history fold  {drafted}  accepted  then", _FAINT)
+    return Text(f"step history fold  {drafted}  accepted  then", FAINT)
 
 
 def trace_line(step: StepOutput, draft_tokens: int, piece: Callable[[int], str]) -> Text:
@@ -117,16 +132,16 @@ def trace_line(step: StepOutput, draft_tokens: int, piece: Callable[[int], str])
     width = len(line) + _drafted_width(draft_tokens)
     for index, token in enumerate(step.drafted):
         line.append(" " if index else "")
-        line.append(shown(token, piece(token)), ACCEPTED if index < num_accepted else _REJECTED)
+        line.append(shown(token, piece(token)), ACCEPTED if index < num_accepted else REJECTED)
     line.pad_right(max(width - len(line), 0))
     share = f"{num_accepted} of {len(step.drafted)}" if step.drafted else ""
     line.append(f"  {share:8s}  ")
     if step.origins and step.origins[-1] != "accepted":
         own = step.token_ids[-1]
         line.append(f"{step.origins[-1]:9s} ")
-        line.append(shown(own, piece(own)), _OWN)
+        line.append(shown(own, piece(own)), OWN)
     if step.finished:
-        line.append(f"  {step.finish_reason}", _FAINT)
+        line.append(f"  {step.finish_reason}", FAINT)
     return line
 
 
@@ -140,10 +155,10 @@ def print_facts(
     """Print names and values: a panel in a terminal, plain lines elsewhere."""
     if not console.is_terminal:
         for name, value in facts:
-            console.print(f"{name}: {value}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{name}: {value}", soft_wrap=True)
         return
     table = Table.grid(padding=(0, 2))
-    table.add_column(style=_FAINT)
+    table.add_column(style=FAINT)
     table.add_column(overflow="fold")
     for name, value in facts:
         table.add_row(name, value)
