@@ -164,7 +164,7 @@ class _Fields:
         if not isinstance(text, dict):
             raise CheckpointError(f"{source}: text_config: expected an object, found {text!r}")
         self.source = source
-        self.model_type = raw.get("model_type")
+        self.model_type: Any = raw.get("model_type")
         self._merged = {**raw, **{k: v for k, v in text.items() if v is not None}}
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -259,7 +259,9 @@ class DecoderLayer:
         """Return the residual stream after this layer, [N, D]; appends to the logs in `pool`."""
         normed = rms_norm(x, self.mixer_norm_weight, self.norm_eps)
         if isinstance(self.mixer, GdnLayer):
+            assert isinstance(pool, GdnPool)
             x = x + self.mixer.forward(normed, step, pool)
         else:
+            assert isinstance(pool, KvPool)
             x = x + self.mixer.forward(normed, rotary, step, pool, page_table)
         return x + self.mlp.forward(rms_norm(x, self.mlp_norm_weight, self.norm_eps))
