@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from sys import getrefcount
@@ -91,6 +92,9 @@ class _Buffer:
         self.idle_uses, self.idle_refs = bias.idle(len(self.templates))
 
 
+_NO_FORMS: deque[tuple[_Buffer, Tensor]] = deque()
+
+
 class TensorCache:
     """Hands out uninitialised tensors like `torch.empty`, on memory that is recycled.
 
@@ -132,7 +136,7 @@ class TensorCache:
         # A plain lock that alloc only tries: a finalizer run by the garbage collector may call
         # alloc inside alloc, where a re-entrant lock would hand one buffer out twice.
         self._guard = threading.Lock()
-        self._forms: dict[_FormKey, list[tuple[_Buffer, Tensor]]] = {}
+        self._forms: dict[_FormKey, deque[tuple[_Buffer, Tensor]]] = {}
         self._pools: dict[_PoolKey, list[_Buffer]] = {}
         self._members: dict[int, _Buffer] = {}
         self._num_templates = 0
@@ -194,12 +198,15 @@ class TensorCache:
                     return self._bypass(shape, dtype)
                 stream = torch._C._cuda_getCurrentRawStream(self.device.index)
             key = (shape, dtype, torch.is_inference_mode_enabled(), stream)
-            for buffer, template in self._forms.get(key, ()):
+            forms = self._forms.get(key, _NO_FORMS)
+            for num_busy, (buffer, template) in enumerate(forms):
                 if (
                     count_uses(buffer.cdata) == buffer.idle_uses
                     and getrefcount(buffer.storage) == buffer.idle_refs
                     and template.data_ptr() == buffer.address
                 ):
+                    if num_busy:  # the next search starts here, not at those in use
+                        forms.rotate(-num_busy)
                     self._num_hits += 1
                     return template.data
             return self._alloc_new_form(key)
@@ -307,7 +314,7 @@ class TensorCache:
             template = make_template(buffer.storage, key[0], key[1])
             buffer.templates[key] = template
             buffer.set_idle(self._bias)
-            self._forms.setdefault(key, []).append((buffer, template))
+            self._forms.setdefault(key, deque()).append((buffer, template))
             self._num_templates += 1
         tensor = buffer.templates[key].data
         if not self._is_counted(buffer):
@@ -325,7 +332,8 @@ class TensorCache:
         self._pools[buffer.pool_key].remove(buffer)
         self._held_bytes -= buffer.num_bytes
         for key in buffer.templates:
-            self._forms[key] = [form for form in self._forms[key] if form[0] is not buffer]
+            forms = self._forms[key]
+            self._forms[key] = deque(form for form in forms if form[0] is not buffer)
         self._num_templates -= len(buffer.templates)
 
     def _evict(self, num_bytes: int) -> int:
