@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hybridspec.ops.sampling.acceptance import accept_drafts, rejection_sample
-from hybridspec.ops.sampling.gumbel import gumbel_noise, philox
-from hybridspec.ops.sampling.selection import process_logits, sample
+from .acceptance import accept_drafts, rejection_sample
+from .gumbel import gumbel_noise, philox
+from .selection import process_logits, sample
 
 __all__ = [
     "accept_drafts",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._checks import Dims, check
+from .._checks import Dims, check
 
 __all__ = ["accept_drafts", "rejection_sample"]
 

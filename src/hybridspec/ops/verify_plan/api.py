@@ -1,0 +1,348 @@
+"""Public functions of the device side of dynamic verification: checks, allocation, op calls."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._checks import Dims, check, check_dtype, check_last_stride
+from . import operators, reference
+from .views import SamplingColumns, VerifyPlan, Workspace
+
+__all__ = [
+    "build_params",
+    "compact_hidden",
+    "compact_sampling",
+    "plan_step",
+    "select_rows",
+    "survival_scores",
+]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def survival_scores(confidences: Tensor, calibration: Tensor | None = None) -> Tensor:
+    """Estimate the probability that each draft and all before it are accepted; nothing is modified.
+
+        c_j     = confidences[:, j], NaN and negative values as 0, values above 1 as 1
+        c_j     = calibration[j, min(floor(c_j M), M - 1)], made safe in the same way, if given
+        score_j = c_1 c_2 ... c_j, multiplied in this order; below 2^-126 it is 0
+
+    Args:
+        confidences: the drafter's probability of each draft, [B, k], floating; in.
+        calibration: observed acceptance by draft and confidence bin, [k, M], fp32; in.
+
+    Returns:
+        Scores [B, k], fp32, in 0..1, never rising along a row.
+
+    Raises:
+        ValueError, TypeError: if a shape or dtype is wrong.
+
+    Numerics:
+        fp32, one rounding per multiplication; the same bits on every backend.
+
+    Source:
+        Histogram binning: Zadrozny and Elkan, Obtaining calibrated probability estimates (2001).
+    """
+    dims: Dims = {}
+    check("confidences", confidences, "B k", dims)
+    check_dtype("confidences", confidences, *_FLOATS)
+    _check_calibration(calibration, dims)
+    return reference.survival_scores(confidences, calibration)
+
+
+def select_rows(
+    confidences: Tensor,
+    slots: Tensor,
+    *,
+    num_rows: int,
+    num_drafts: Tensor | None = None,
+    calibration: Tensor | None = None,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Choose which rows a step verifies: the best `num_rows` of the batch; inputs stay as they are.
+
+    Row 0 of each live request (slot >= 0) is always in. The rest of the budget goes to the drafts
+    with the highest `survival_scores`, equal scores in the order request, then draft. Scores never
+    rise along a request, so its chosen rows are its first ones, and lengths say everything.
+
+    Args:
+        confidences: [B, k], floating, any row stride; in.
+        slots: [B], int32, -1 = padding; in.
+        num_rows: row budget, at least B.
+        num_drafts: drafts that each request may verify, [B], int32; None: all k; in.
+        calibration: [k, M], fp32, see `survival_scores`; in.
+        out: offsets of the requests, [C+1], int32, C >= B; out, entries past B repeat the total.
+        workspace: scratch for the kernels, int32, see `VerifyPlan`; scratch.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        `out`, or a new [B+1] tensor: cu_seqlens of the chosen rows.
+
+    Raises:
+        ValueError, TypeError: if a shape, dtype or the budget is wrong.
+        UnsupportedError: if the backend cannot serve the call.
+
+    Numerics:
+        Integers and `survival_scores`: the same bits in every run and on every backend.
+    """
+    dims: Dims = {}
+    check("confidences", confidences, "B k", dims)
+    check("slots", slots, "B", dims)
+    _check_selection(confidences, slots, num_rows, num_drafts, calibration, dims)
+    if out is None:
+        out = torch.empty(dims["B"] + 1, dtype=torch.int32, device=slots.device)
+    elif out.dim() != 1 or out.shape[0] <= dims["B"]:
+        raise ValueError(f"out: expected at least [{dims['B'] + 1}], got {list(out.shape)}")
+    check_dtype("out", out, torch.int32)
+    size = Workspace.of(dims["B"], dims["k"]).size
+    if workspace is None:
+        workspace = torch.empty(size, dtype=torch.int32, device=slots.device)
+    _check_workspace("workspace", workspace, size)
+    operators.select_rows(
+        confidences, slots, num_rows, num_drafts, calibration, out, workspace, backend
+    )
+    return out
+
+
+def build_params(
+    token_ids: Tensor,
+    slots: Tensor,
+    seq_len: Tensor,
+    history_len: Tensor,
+    *,
+    plan: VerifyPlan,
+    max_window: int = 16,
+    backend: str = "auto",
+) -> VerifyPlan:
+    """Fill a plan from its `cu_seqlens`, which the caller or `select_rows` has written.
+
+        n_b        = cu_seqlens[b+1] - cu_seqlens[b], or 0 where slots[b] = -1
+        kv_len     = seq_len[slot] + n_b               is_fold = n_b > 0 and history_len[slot] + n_b
+                                                                 > max_window
+        row j of b: token_ids[b, j] at position seq_len[slot] + j, source b (k + 1) + j
+
+    Args:
+        token_ids: the last committed token and the drafts, [B, k+1], int64; in.
+        slots: [B], int32, -1 = padding; in.
+        seq_len: tokens stored per slot, [S], int32; in.
+        history_len: live ring rows per slot, [S], int32; in.
+        plan: of at least B requests; all but `cu_seqlens` is written, rows and requests that are
+            left over as hold rows; in-out.
+        max_window: most live ring rows W.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        `plan`.
+
+    Raises:
+        ValueError, TypeError: if a shape or dtype is wrong.
+        UnsupportedError: if the backend cannot serve the call.
+    """
+    dims: Dims = {}
+    _check_build(token_ids, slots, seq_len, history_len, plan, dims)
+    operators.build_params(
+        token_ids, slots, seq_len, history_len, max_window, plan.tensors(), backend
+    )
+    return plan
+
+
+def plan_step(
+    confidences: Tensor,
+    token_ids: Tensor,
+    slots: Tensor,
+    seq_len: Tensor,
+    history_len: Tensor,
+    *,
+    plan: VerifyPlan,
+    num_rows: int | None = None,
+    num_drafts: Tensor | None = None,
+    calibration: Tensor | None = None,
+    max_window: int = 16,
+    backend: str = "auto",
+) -> VerifyPlan:
+    """Choose the rows of a step and fill the plan: `select_rows`, then `build_params`, in one call.
+
+    Args:
+        confidences: [B, k], or [B, k+1] whose last column is not looked at, floating; in.
+        token_ids: the last committed token and the drafts, [B, k+1], int64; in.
+        slots: [B], int32, -1 = padding; in.
+        seq_len: tokens stored per slot, [S], int32; in.
+        history_len: live ring rows per slot, [S], int32; in.
+        plan: of at least B requests; out.
+        num_rows: row budget, B to the plan's rows; None: the plan's rows.
+        num_drafts: drafts that each request may verify, [B], int32; None: all k; in.
+        calibration: [k, M], fp32, see `survival_scores`; in.
+        max_window: most live ring rows W.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        `plan`. No host sync and no allocation: a call can be captured in a CUDA graph.
+
+    Raises:
+        ValueError, TypeError: if a shape, dtype or the budget is wrong.
+        UnsupportedError: if the backend cannot serve the call.
+    """
+    dims: Dims = {}
+    _check_build(token_ids, slots, seq_len, history_len, plan, dims)
+    k = dims["k"] = dims["T"] - 1
+    if confidences.dim() == 2 and confidences.shape[1] == dims["T"]:
+        confidences = confidences[:, :k]
+    check("confidences", confidences, "B k", dims)
+    capacity = plan.token_ids.shape[0]
+    num_rows = capacity if num_rows is None else num_rows
+    _check_selection(confidences, slots, num_rows, num_drafts, calibration, dims)
+    if num_rows > capacity:
+        raise ValueError(f"num_rows: expected at most the plan's {capacity} rows, got {num_rows}")
+    _check_workspace("plan.workspace", plan.workspace, Workspace.of(dims["B"], k).size)
+    operators.plan_step(
+        confidences, token_ids, slots, seq_len, history_len, num_rows, num_drafts, calibration,
+        max_window, plan.tensors(), backend,
+    )  # fmt: skip
+    return plan
+
+
+def compact_hidden(
+    hidden: Tensor, sources: Tensor, *, out: Tensor | None = None, backend: str = "auto"
+) -> Tensor:
+    """Gather rows: out[i] = hidden[sources[i]], zeros where sources[i] < 0; inputs stay.
+
+    Args:
+        hidden: [M, D], last stride 1; in.
+        sources: [N], int32, below M; in.
+        out: [N, D], dtype of `hidden`, last stride 1; out.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        `out`, or a new tensor.
+
+    Raises:
+        ValueError, TypeError: if a shape, stride or dtype is wrong.
+        UnsupportedError: if the backend cannot serve the call.
+    """
+    dims: Dims = {}
+    check("hidden", hidden, "M D", dims)
+    check("sources", sources, "N", dims)
+    check_dtype("sources", sources, torch.int32)
+    check_last_stride("hidden", hidden)
+    if out is None:
+        shape = (dims["N"], dims["D"])
+        out = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
+    check("out", out, "N D", dims)
+    check_dtype("out", out, hidden.dtype)
+    check_last_stride("out", out)
+    operators.compact_hidden(hidden, sources, out, backend)
+    return out
+
+
+def compact_sampling(
+    requests: SamplingColumns,
+    sources: Tensor,
+    *,
+    rows_per_request: int,
+    out: SamplingColumns | None = None,
+    backend: str = "auto",
+) -> SamplingColumns:
+    """Spread each request's sampling parameters over its chosen rows; inputs stay as they are.
+
+    Args:
+        requests: columns [B]; in.
+        sources: [N], int32, request * rows_per_request + row, or negative for a hold row; in.
+        rows_per_request: k + 1, the stride of `sources`.
+        out: columns [N]; out. Hold rows are greedy with every filter off.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        `out`, or new columns.
+
+    Raises:
+        ValueError, TypeError: if a shape or dtype is wrong.
+        UnsupportedError: if the backend cannot serve the call.
+    """
+    dims: Dims = {}
+    check("sources", sources, "N", dims)
+    check_dtype("sources", sources, torch.int32)
+    _check_columns("requests", requests, "B", dims)
+    if rows_per_request < 1:
+        raise ValueError(f"rows_per_request: expected at least 1, got {rows_per_request}")
+    if out is None:
+        out = SamplingColumns.create(dims["N"], device=sources.device)
+    _check_columns("out", out, "N", dims)
+    operators.compact_sampling(
+        requests.tensors(), sources, rows_per_request, out.tensors(), backend
+    )
+    return out
+
+
+def _check_columns(name: str, columns: SamplingColumns, size: str, dims: Dims) -> None:
+    kinds = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
+    for field, tensor, dtype in zip(columns.__slots__, columns.tensors(), kinds, strict=True):
+        check(f"{name}.{field}", tensor, size, dims)
+        check_dtype(f"{name}.{field}", tensor, dtype)
+        check_last_stride(f"{name}.{field}", tensor)
+
+
+def _check_workspace(name: str, workspace: Tensor, size: int) -> None:
+    check_dtype(name, workspace, torch.int32)
+    if workspace.dim() != 1 or workspace.shape[0] < size:
+        raise ValueError(f"{name}: expected at least [{size}], got {list(workspace.shape)}")
+
+
+def _check_calibration(calibration: Tensor | None, dims: Dims) -> None:
+    if calibration is None:
+        return
+    check("calibration", calibration, "k M", dims)
+    check_dtype("calibration", calibration, torch.float32)
+    if not calibration.is_contiguous() or dims["M"] < 1:
+        raise ValueError(
+            f"calibration: expected a contiguous [k, M] with M >= 1, got shape "
+            f"{list(calibration.shape)} with strides {calibration.stride()}"
+        )
+
+
+def _check_selection(
+    confidences: Tensor,
+    slots: Tensor,
+    num_rows: int,
+    num_drafts: Tensor | None,
+    calibration: Tensor | None,
+    dims: Dims,
+) -> None:
+    check_dtype("confidences", confidences, *_FLOATS)
+    check_last_stride("confidences", confidences)
+    check_dtype("slots", slots, torch.int32)
+    check_last_stride("slots", slots)
+    if num_drafts is not None:
+        check("num_drafts", num_drafts, "B", dims)
+        check_dtype("num_drafts", num_drafts, torch.int32)
+        check_last_stride("num_drafts", num_drafts)
+    _check_calibration(calibration, dims)
+    if num_rows < dims["B"]:
+        raise ValueError(
+            f"num_rows: expected at least one row for each of {dims['B']} requests, got {num_rows}"
+        )
+
+
+def _check_build(
+    token_ids: Tensor,
+    slots: Tensor,
+    seq_len: Tensor,
+    history_len: Tensor,
+    plan: VerifyPlan,
+    dims: Dims,
+) -> None:
+    check("token_ids", token_ids, "B T", dims)
+    check("slots", slots, "B", dims)
+    check("seq_len", seq_len, "S", dims)
+    check("history_len", history_len, "S", dims)
+    check_dtype("token_ids", token_ids, torch.int64)
+    check_last_stride("token_ids", token_ids)
+    for name, tensor in (("slots", slots), ("seq_len", seq_len), ("history_len", history_len)):
+        check_dtype(name, tensor, torch.int32)
+        check_last_stride(name, tensor)
+    if dims["T"] < 1:
+        raise ValueError("token_ids: expected [B, k+1] with a last committed token, got [B, 0]")
+    if plan.slots.shape[0] < dims["B"]:
+        raise ValueError(f"plan: expected room for {dims['B']} requests, got {plan.slots.shape[0]}")

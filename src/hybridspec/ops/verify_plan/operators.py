@@ -1,0 +1,99 @@
+"""The registered ops: they choose a backend and call its function of the same name."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+from torch import Tensor
+
+from .._backends import always, choose_backend
+from .._library import register
+from . import reference
+from .views import SamplingColumns, VerifyPlan
+
+__all__ = ["build_params", "compact_hidden", "compact_sampling", "plan_step", "select_rows"]
+
+_MOST_KERNEL_DRAFTS = 7
+
+
+def _supports_triton(anchor: Tensor, num_drafts: int) -> str | None:
+    if num_drafts > _MOST_KERNEL_DRAFTS:
+        return f"expected at most {_MOST_KERNEL_DRAFTS} drafts a request, got {num_drafts}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not anchor.is_cuda:
+        from .launch import is_interpreted
+
+        if not is_interpreted():
+            return "the tensors are not on a CUDA device"
+    return None
+
+
+# On a CPU the kernels run in Triton's interpreter only: a choice for tests, never automatic.
+_ON_DEVICE = {"triton": _supports_triton, "reference": always}
+_ON_CPU = {"reference": always, "triton": _supports_triton}
+
+
+def _module(op: str, backend: str, anchor: Tensor, num_drafts: int = 0) -> ModuleType:
+    candidates = _ON_DEVICE if anchor.is_cuda else _ON_CPU
+    if choose_backend(f"verify_plan.{op}", backend, candidates, anchor, num_drafts) == "reference":
+        return reference
+    from . import launch
+
+    return launch
+
+
+def _select_rows(confidences, slots, num_rows, *rest) -> None:
+    *rest, backend = rest
+    module = _module("select_rows", backend, slots, confidences.shape[1])
+    module.select_rows(confidences, slots, num_rows, *rest)
+
+
+def _build_params(token_ids, slots, seq_len, history_len, max_window, plan, backend) -> None:
+    module = _module("build_params", backend, slots, token_ids.shape[1] - 1)
+    module.build_params(token_ids, slots, seq_len, history_len, max_window, VerifyPlan.of(plan))
+
+
+def _plan_step(confidences, token_ids, slots, *rest) -> None:
+    *rest, plan, backend = rest
+    module = _module("plan_step", backend, slots, confidences.shape[1])
+    module.plan_step(confidences, token_ids, slots, *rest, VerifyPlan.of(plan))
+
+
+def _compact_hidden(hidden, sources, out, backend) -> None:
+    _module("compact_hidden", backend, hidden).compact_hidden(hidden, sources, out)
+
+
+def _compact_sampling(requests, sources, rows_per_request, out, backend) -> None:
+    module = _module("compact_sampling", backend, sources)
+    module.compact_sampling(
+        SamplingColumns.of(requests), sources, rows_per_request, SamplingColumns.of(out)
+    )
+
+
+select_rows = register(
+    "verify_plan_select_rows(Tensor confidences, Tensor slots, int num_rows, Tensor? num_drafts, "
+    "Tensor? calibration, Tensor(a!) cu_seqlens, Tensor(b!) workspace, str backend)",
+    _select_rows,
+)
+build_params = register(
+    "verify_plan_build_params(Tensor token_ids, Tensor slots, Tensor seq_len, Tensor history_len, "
+    "int max_window, Tensor(a!)[] plan, str backend)",
+    _build_params,
+)
+plan_step = register(
+    "verify_plan_plan_step(Tensor confidences, Tensor token_ids, Tensor slots, Tensor seq_len, "
+    "Tensor history_len, int num_rows, Tensor? num_drafts, Tensor? calibration, int max_window, "
+    "Tensor(a!)[] plan, str backend)",
+    _plan_step,
+)
+compact_hidden = register(
+    "verify_plan_compact_hidden(Tensor hidden, Tensor sources, Tensor(a!) out, str backend)",
+    _compact_hidden,
+)
+compact_sampling = register(
+    "verify_plan_compact_sampling(Tensor[] requests, Tensor sources, int rows_per_request, "
+    "Tensor(a!)[] out, str backend)",
+    _compact_sampling,
+)

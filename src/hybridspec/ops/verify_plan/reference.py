@@ -1,0 +1,143 @@
+"""Plain PyTorch meaning of row selection, building and compaction; the oracle of the kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .views import SamplingColumns, VerifyPlan
+
+__all__ = [
+    "build_params",
+    "compact_hidden",
+    "compact_sampling",
+    "plan_step",
+    "select_rows",
+    "survival_scores",
+]
+
+SMALLEST_SCORE = torch.finfo(torch.float32).tiny
+
+
+def _safe(values: Tensor) -> Tensor:
+    """Values within 0..1; NaN and everything not above 0 (-0 too) is 0."""
+    return torch.where(values > 0, values.clamp(max=1.0), 0.0)
+
+
+def survival_scores(confidences: Tensor, calibration: Tensor | None) -> Tensor:
+    """Scores [B, k] fp32; see api.py."""
+    num_drafts = confidences.shape[1]
+    safe = _safe(confidences.to(torch.float32))
+    if calibration is not None:
+        num_bins = calibration.shape[1]
+        bins = (safe * num_bins).to(torch.int64).clamp(max=num_bins - 1)
+        columns = torch.arange(num_drafts, device=safe.device)
+        safe = _safe(calibration[columns, bins])
+    scores = torch.empty_like(safe)
+    score = torch.ones_like(safe[:, 0]) if num_drafts else None
+    for j in range(num_drafts):
+        score = score * safe[:, j]
+        # Subnormal numbers count as 0: hardware may flush them or not.
+        score = torch.where(score < SMALLEST_SCORE, 0.0, score)
+        scores[:, j] = score
+    return scores
+
+
+def select_rows(
+    confidences: Tensor,
+    slots: Tensor,
+    num_rows: int,
+    num_drafts: Tensor | None,
+    calibration: Tensor | None,
+    cu_seqlens: Tensor,
+    workspace: Tensor,
+) -> None:
+    """Write `cu_seqlens` [B'+1] with B' >= B; see api.py. The workspace is not needed."""
+    num_requests, k = confidences.shape
+    is_live = slots >= 0
+    is_draft = is_live[:, None].expand(num_requests, k)
+    if num_drafts is not None:
+        is_draft = is_draft & (torch.arange(k, device=slots.device) < num_drafts[:, None])
+    # Below every score, so that what is no draft comes last.
+    scores = torch.where(is_draft, survival_scores(confidences, calibration), -1.0).flatten()
+    # A stable sort leaves equal scores in the order request, then position.
+    order = scores.sort(descending=True, stable=True).indices
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(order.shape[0], device=order.device)
+    is_chosen = (rank < num_rows - is_live.sum()) & is_draft.flatten()
+    counts = is_live + is_chosen.view(num_requests, k).sum(1)
+    cu_seqlens[0] = 0
+    cu_seqlens[1 : num_requests + 1] = counts.cumsum(0)
+    cu_seqlens[num_requests + 1 :] = cu_seqlens[num_requests]
+
+
+def build_params(
+    token_ids: Tensor,
+    slots: Tensor,
+    seq_len: Tensor,
+    history_len: Tensor,
+    max_window: int,
+    plan: VerifyPlan,
+) -> None:
+    """Fill `plan` from its own `cu_seqlens`; see api.py."""
+    num_requests, tokens_per_request = token_ids.shape
+    counts = plan.cu_seqlens.diff()[:num_requests]
+    is_live = slots >= 0
+    counts = torch.where(is_live, counts, 0)
+    has_rows = counts > 0
+    # Index 0 stands in for padding: an empty pool does not occur, a wrapped -1 would read it too.
+    pool_rows = slots.clamp(min=0).long()
+    stored = torch.where(has_rows, seq_len[pool_rows], 0)
+    history = history_len[pool_rows]
+    plan.num_verify_tokens.zero_()[:num_requests] = counts
+    plan.kv_len.zero_()[:num_requests] = stored + counts
+    plan.slots.fill_(-1)[:num_requests] = slots
+    plan.is_fold.zero_()[:num_requests] = has_rows & (history + counts > max_window)
+
+    rows = torch.arange(plan.token_ids.shape[0], device=slots.device)
+    ends = plan.cu_seqlens[1 : num_requests + 1]
+    request = torch.searchsorted(ends, rows.int(), right=True)
+    is_owned = request < num_requests
+    request = request.clamp(max=num_requests - 1)
+    is_owned &= is_live[request]
+    column = torch.where(is_owned, rows - plan.cu_seqlens[request], 0)
+    plan.token_ids.copy_(torch.where(is_owned, token_ids[request, column], 0))
+    plan.positions.copy_(torch.where(is_owned, stored[request] + column, 0))
+    plan.sources.copy_(torch.where(is_owned, request * tokens_per_request + column, -1))
+
+
+def plan_step(
+    confidences: Tensor,
+    token_ids: Tensor,
+    slots: Tensor,
+    seq_len: Tensor,
+    history_len: Tensor,
+    num_rows: int,
+    num_drafts: Tensor | None,
+    calibration: Tensor | None,
+    max_window: int,
+    plan: VerifyPlan,
+) -> None:
+    """Select, then build; see api.py."""
+    select_rows(
+        confidences, slots, num_rows, num_drafts, calibration, plan.cu_seqlens, plan.workspace
+    )
+    build_params(token_ids, slots, seq_len, history_len, max_window, plan)
+
+
+def compact_hidden(hidden: Tensor, sources: Tensor, out: Tensor) -> None:
+    """out[i] = hidden[sources[i]], zeros where that is negative."""
+    is_owned = (sources >= 0)[:, None]
+    out.copy_(torch.where(is_owned, hidden[sources.clamp(min=0).long()], 0))
+
+
+def compact_sampling(
+    requests: SamplingColumns, sources: Tensor, rows_per_request: int, rows: SamplingColumns
+) -> None:
+    """Spread request entries over their rows; hold rows are greedy with every filter off."""
+    is_owned = sources >= 0
+    request = sources.clamp(min=0).long() // rows_per_request
+    for name in SamplingColumns.__slots__:
+        off = 1 if name == "top_p" else 0
+        chosen = getattr(requests, name)[request]
+        getattr(rows, name).copy_(torch.where(is_owned, chosen, off))
