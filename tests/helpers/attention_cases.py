@@ -1,0 +1,157 @@
+"""Ragged batches for paged attention and a loop over rows and heads that says what is right.
+
+Every number that an op must not read is NaN: rows of nobody, page rows without a live position,
+and the memory around the strided views. Entries of the page table behind the live pages are -1, far
+out of range, or a page of somebody else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["AttentionBatch", "expected_output", "expected_pages", "make_attention_batch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBatch:
+    """The tensors of one call, and all keys and values [position, Hkv, D] stored before it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    page_table: Tensor
+    seq_len: Tensor
+    cu_seqlens: Tensor
+    slots: Tensor
+    past_keys: list[Tensor]
+    past_values: list[Tensor]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The positional arguments of the ops."""
+        return (
+            self.q, self.k, self.v, self.k_pages, self.v_pages, self.page_table, self.seq_len,
+            self.cu_seqlens, self.slots,
+        )  # fmt: skip
+
+    @property
+    def longest(self) -> int:
+        return max((stop - start for start, stop, _ in self.requests()), default=0)
+
+    def requests(self) -> list[tuple[int, int, int]]:
+        """(start, stop, slot) of every request."""
+        bounds = self.cu_seqlens.tolist()
+        return list(zip(bounds, bounds[1:], self.slots.tolist(), strict=False))
+
+
+def make_attention_batch(
+    lengths: list[int],
+    positions: list[int],
+    slots: list[int],
+    *,
+    num_slots: int = 6,
+    page_size: int = 4,
+    num_query_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    tail_rows: int = 0,
+    has_ordered_pages: bool = False,
+    dtype: torch.dtype = torch.float64,
+    page_dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> AttentionBatch:
+    """Build a batch whose q, k, v and pages are strided views of larger allocations."""
+    generator = torch.Generator().manual_seed(seed)
+    page_dtype = page_dtype or dtype
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    num_rows = bounds[-1] + tail_rows
+    heads = num_query_heads + 2 * num_kv_heads
+    fused = torch.full((num_rows, heads + 1, head_dim + 4), math.nan, dtype=dtype)[:, 1:, 2:-2]
+    q, k, v = fused.split((num_query_heads, num_kv_heads, num_kv_heads), dim=1)
+
+    needed = [-(-(p + n) // page_size) for n, p in zip(lengths, positions, strict=True)]
+    num_pages, max_pages = sum(needed) + 3, max(needed, default=0) + 2
+    free = list(range(num_pages))
+    if not has_ordered_pages:
+        free = torch.randperm(num_pages, generator=generator).tolist()
+    pool = torch.full(
+        (num_pages, 2, page_size + 1, num_kv_heads, head_dim + 2), math.nan, dtype=page_dtype
+    )[:, :, :page_size, :, 1:-1]
+    k_pages, v_pages = pool.unbind(1)
+    junk = torch.tensor([-1, 10**6, 0, num_pages - 1], dtype=torch.int32)
+    page_table = junk[torch.randint(4, (num_slots, max_pages), generator=generator)]
+    seq_len = torch.full((num_slots,), 10**6, dtype=torch.int32)
+    past_keys, past_values = [], []
+    for index, (position, slot) in enumerate(zip(positions, slots, strict=True)):
+        for past, pages in ((past_keys, k_pages), (past_values, v_pages)):
+            past.append(random(position, num_kv_heads, head_dim).to(pages.dtype))
+        if slot < 0:
+            continue
+        fused[bounds[index] : bounds[index + 1]] = random(lengths[index], heads, head_dim).to(dtype)
+        seq_len[slot] = position
+        for entry in range(needed[index]):
+            page_table[slot, entry] = free.pop(0)
+        for p in range(position):
+            place = int(page_table[slot, p // page_size]), p % page_size
+            k_pages[place] = past_keys[index][p]
+            v_pages[place] = past_values[index][p]
+    return AttentionBatch(
+        q=q,
+        k=k,
+        v=v,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=page_table,
+        seq_len=seq_len,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+        slots=torch.tensor(slots, dtype=torch.int32),
+        past_keys=past_keys,
+        past_values=past_values,
+    )
+
+
+def expected_output(
+    batch: AttentionBatch, *, scale: float | None = None, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """The right output, one row and one head at a time; plain PyTorch in `dtype` throughout."""
+    scale = batch.q.shape[2] ** -0.5 if scale is None else scale
+    group = batch.q.shape[1] // batch.k.shape[1]
+    out = torch.zeros(batch.q.shape, dtype=dtype)
+    for index, (start, stop, slot) in enumerate(batch.requests()):
+        if slot < 0:
+            continue
+        past = batch.past_keys[index]
+        keys = torch.cat((past, batch.k[start:stop].to(past.dtype))).to(dtype)
+        values = torch.cat((batch.past_values[index], batch.v[start:stop].to(past.dtype))).to(dtype)
+        for row in range(start, stop):
+            end = len(past) + row - start + 1
+            for head in range(batch.q.shape[1]):
+                scores = keys[:end, head // group] @ batch.q[row, head].to(dtype) * scale
+                weights = torch.exp(scores - scores.max())
+                out[row, head] = weights @ values[:end, head // group] / weights.sum()
+    return out
+
+
+def expected_pages(batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+    """The right pages: every live row at its position, all else as it was."""
+    k_pages, v_pages = batch.k_pages.clone(), batch.v_pages.clone()
+    for index, (start, stop, slot) in enumerate(batch.requests()):
+        if slot < 0:
+            continue
+        for row in range(start, stop):
+            entry, offset = divmod(len(batch.past_keys[index]) + row - start, k_pages.shape[1])
+            k_pages[batch.page_table[slot, entry], offset] = batch.k[row]
+            v_pages[batch.page_table[slot, entry], offset] = batch.v[row]
+    return k_pages, v_pages
