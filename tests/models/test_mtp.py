@@ -87,10 +87,10 @@ def test_folder_without_head_has_none(tmp_path: Any) -> None:
     assert load_model(tmp_path).mtp is None
 
 
-@pytest.mark.parametrize("name", ["embedding_norm_weight", "hidden_norm_weight", "norm_weight"])
+@pytest.mark.parametrize("name", ["embedding_norm", "hidden_norm", "norm"])
 def test_teeth_each_norm_shows(checkpoint: TinyCheckpoint, name: str) -> None:
     model = load_model(checkpoint.folder)
-    getattr(model.mtp, name)[0] += 0.05
+    getattr(model.mtp, name).scaled_weight[0] += 0.5
     runner = DirectRunner(model)
     out = runner.draft({1: PROMPT[1:]}, runner.prefill({1: PROMPT})[:-1], is_prefill=True)
     expected = checkpoint.draft_hidden(

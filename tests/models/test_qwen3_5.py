@@ -64,8 +64,9 @@ def expected_logits(checkpoint: TinyCheckpoint, tokens: list[int]) -> torch.Tens
 
 
 def assert_logits_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare logits of size 1 to 5: both sides are fp32 and differ by 4e-5 from each other."""
-    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-5)
+    """Compare up to fp32 rounding: transformers is itself up to 1.4e-4 off an fp64 run here."""
+    scale = max(1.0, expected.std().item())
+    torch.testing.assert_close(actual, expected, atol=2e-4 * scale, rtol=1e-5)
 
 
 def test_prefill_logits_and_states_equal_transformers(variant: TinyCheckpoint) -> None:
@@ -197,7 +198,7 @@ def test_auto_dtype_widens_on_cpu_and_gates_are_never_rounded(tmp_path: Path) ->
     for model in (wide, narrow):
         assert torch.equal(model.layers[0].mixer.A_log, a_log)
         assert model.layers[0].mixer.dt_bias.dtype is torch.float32
-        assert model.layers[0].mixer.norm_weight.dtype is torch.float32
+        assert model.layers[0].mixer.norm.weight.dtype is torch.float32
     tokens = random_tokens(20)
     runner = DirectRunner(wide)
     logits = runner.logits(runner.prefill({0: tokens}))
@@ -213,12 +214,12 @@ def test_tied_head_shares_its_memory(tmp_path: Path) -> None:
 PERTURBATIONS = {
     "A_log": lambda model: model.layers[0].mixer.A_log.add_(0.01),
     "dt_bias": lambda model: model.layers[0].mixer.dt_bias.add_(0.01),
-    "gated norm": lambda model: model.layers[0].mixer.norm_weight[0].add_(0.05),
+    "gated norm": lambda model: model.layers[0].mixer.norm.scaled_weight[0].add_(0.05),
     "conv tap": lambda model: model.layers[0].mixer.conv_weight[3, 0].add_(0.05),
-    "q norm": lambda model: model.layers[3].mixer.qk_norm_weight[0, 0].add_(0.05),
-    "k norm": lambda model: model.layers[3].mixer.qk_norm_weight[-1, 0].add_(0.05),
-    "block norm": lambda model: model.layers[1].mlp_norm_weight[0].add_(0.01),
-    "final norm": lambda model: model.norm_weight[0].add_(0.01),
+    "q norm": lambda model: model.layers[3].mixer.qk_norm.scaled_weight[0, 0].add_(0.05),
+    "k norm": lambda model: model.layers[3].mixer.qk_norm.scaled_weight[-1, 0].add_(0.05),
+    "block norm": lambda model: model.layers[1].mlp_norm.scaled_weight[0].add_(0.01),
+    "final norm": lambda model: model.norm.scaled_weight[0].add_(0.01),
     "rotary": lambda model: model.rotary._sin.mul_(0.99),
 }
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hybridspec.models.config import ModelConfig
 from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention
-from hybridspec.ops.norms import gated_rms_norm
 from hybridspec.runtime.pools import GdnPool, KvPool
 from hybridspec.runtime.step import Step
 
@@ -23,32 +22,58 @@ __all__ = [
     "DecoderLayer",
     "GdnLayer",
     "Mlp",
+    "RmsNorm",
     "RotaryRows",
     "RotaryTable",
-    "rms_norm",
 ]
 
 RotaryRows = tuple[Tensor, Tensor]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the root-mean-square norm of the last dimension.
+class RmsNorm:
+    """Root-mean-square norm of the last dimension.
 
     y = x / sqrt(mean(x^2) + eps) * weight
 
+    On a GPU `F.rms_norm` is one kernel; on a CPU it is eight operators, and the four of the same
+    equation as x * (weight sqrt(D)) / hypot(|x|, sqrt(D eps)) take half the time.
+
     Args:
-        x: activations, [..., D].
-        weight: the whole factor (a stored zero-centred weight plus one), [D], fp32 or fp64; in.
+        weight: the whole factor (a stored zero-centred weight plus one), [D], or [heads, D] where
+            every head has its own; fp32 or fp64.
         eps: added to the mean square.
-
-    Returns:
-        Normed activations, [..., D], dtype of `x`.
-
-    Numerics: computed in the dtype of `weight`; 16-bit activations are rounded once, at the end.
     """
-    if x.dtype == weight.dtype:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+    __slots__ = ("_floor", "eps", "scaled_weight", "weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        size = weight.shape[-1]
+        self.weight = weight
+        self.eps = eps
+        self.scaled_weight = weight * size**0.5
+        self._floor = weight.new_tensor((eps * size) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of activations [..., D], in their dtype.
+
+        Numerics: computed in the dtype of the weight and rounded once, at the end.
+        """
+        return self._wide(x).to(x.dtype)
+
+    def forward_gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return norm(x) * silu(gate), both [..., D], in the dtype of `x`.
+
+        Numerics: computed in the dtype of the weight and rounded once, at the end.
+        """
+        wide = self._wide(x)
+        return wide.mul_(F.silu(gate.to(wide.dtype))).to(x.dtype)
+
+    def _wide(self, x: Tensor) -> Tensor:
+        wide = x.to(self.weight.dtype)
+        if wide.is_cuda and self.weight.dim() == 1:
+            return F.rms_norm(wide, self.weight.shape, self.weight, self.eps)
+        length = torch.linalg.vector_norm(wide, 2, -1, True)
+        return wide.mul(self.scaled_weight).div_(torch.hypot(length, self._floor))
 
 
 class RotaryTable:
@@ -110,7 +135,7 @@ class GdnLayer:
         in_weight: [q | k | v | z | b | a] stacked, [2 H K + 2 HV V + 2 HV, D].
         conv_weight: [2 H K + HV V, conv_width], newest input last.
         A_log, dt_bias: [HV], fp32.
-        norm_weight: [V], fp32.
+        norm: gated norm over V.
         out_weight: [D, HV V].
         backend: which implementation of the ops to use.
     """
@@ -120,7 +145,7 @@ class GdnLayer:
     conv_weight: Tensor
     A_log: Tensor
     dt_bias: Tensor
-    norm_weight: Tensor
+    norm: RmsNorm
     out_weight: Tensor
     backend: str
 
@@ -135,7 +160,7 @@ class GdnLayer:
         )
         q, k, v = self._convolve(qkv, step, pool).split_with_sizes((q_size, q_size, v_size), -1)
         y = self._mix(q.view(keys), k.view(keys), v.view(values), a, b, step, pool)
-        y = gated_rms_norm(y, z.view(values), self.norm_weight, self.config.norm_eps)
+        y = self.norm.forward_gated(y, z.view(values))
         return F.linear(y.flatten(-2), self.out_weight)
 
     def _convolve(self, qkv: Tensor, step: Step, pool: GdnPool) -> Tensor:
@@ -173,14 +198,14 @@ class AttentionLayer:
     Attributes:
         config: sizes.
         in_weight: [q | k | v | gate] stacked, [(2 Hq + 2 Hkv) d, D].
-        qk_norm_weight: norm factors of every head of q and k, [Hq + Hkv, d], fp32.
+        qk_norm: norm of every head of q and k, weight [Hq + Hkv, d].
         out_weight: [D, Hq d].
         backend: which implementation of the ops to use.
     """
 
     config: ModelConfig
     in_weight: Tensor
-    qk_norm_weight: Tensor
+    qk_norm: RmsNorm
     out_weight: Tensor
     backend: str
 
@@ -209,9 +234,8 @@ class AttentionLayer:
         return F.linear(y.flatten(-2) * gate.sigmoid(), self.out_weight)
 
     def _norm_and_rotate(self, qk: Tensor, rotary: RotaryRows) -> Tensor:
-        weight = self.qk_norm_weight
-        heads = qk.view(-1, *weight.shape).to(weight.dtype)
-        heads = F.rms_norm(heads, weight.shape[-1:], None, self.config.norm_eps).mul_(weight)
+        weight = self.qk_norm.weight
+        heads = self.qk_norm.forward(qk.view(-1, *weight.shape).to(weight.dtype))
         rotate_(heads, rotary)
         return heads.to(qk.dtype)
 
@@ -236,16 +260,14 @@ class DecoderLayer:
     Attributes:
         mixer: the layer that mixes rows along a request.
         mlp: the layer that acts on each row.
-        mixer_norm_weight, mlp_norm_weight: whole norm factors, [D], fp32.
-        norm_eps: of both norms.
+        mixer_norm, mlp_norm: norms in front of them.
         pool_index: which of `Pools.gdn` or `Pools.kv` is this layer's.
     """
 
     mixer: GdnLayer | AttentionLayer
     mlp: Mlp
-    mixer_norm_weight: Tensor
-    mlp_norm_weight: Tensor
-    norm_eps: float
+    mixer_norm: RmsNorm
+    mlp_norm: RmsNorm
     pool_index: int
 
     def forward(
@@ -257,11 +279,11 @@ class DecoderLayer:
         page_table: Tensor,
     ) -> Tensor:
         """Return the residual stream after this layer, [N, D]; appends to the logs in `pool`."""
-        normed = rms_norm(x, self.mixer_norm_weight, self.norm_eps)
+        normed = self.mixer_norm.forward(x)
         if isinstance(self.mixer, GdnLayer):
             assert isinstance(pool, GdnPool)
             x = x + self.mixer.forward(normed, step, pool)
         else:
             assert isinstance(pool, KvPool)
             x = x + self.mixer.forward(normed, rotary, step, pool, page_table)
-        return x + self.mlp.forward(rms_norm(x, self.mlp_norm_weight, self.norm_eps))
+        return x + self.mlp.forward(self.mlp_norm.forward(x))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridspec.models.layers import DecoderLayer, RotaryTable, rms_norm
+from hybridspec.models.layers import DecoderLayer, RmsNorm, RotaryTable
 from hybridspec.runtime.pools import KvPool
 from hybridspec.runtime.step import Step
 
@@ -26,21 +26,19 @@ class MtpHead:
 
     Attributes:
         embedding: the target's token embedding, [vocab, D].
-        embedding_norm_weight, hidden_norm_weight: whole norm factors of both inputs, [D].
+        embedding_norm, hidden_norm: norms of both inputs.
         in_weight: projection of [embedding | hidden], [D, 2 D].
         layer: the attention layer.
-        norm_weight: whole factors of the norm behind it, [D].
-        norm_eps: of all norms.
+        norm: the norm behind it.
         rotary: the target's rotary table.
     """
 
     embedding: Tensor
-    embedding_norm_weight: Tensor
-    hidden_norm_weight: Tensor
+    embedding_norm: RmsNorm
+    hidden_norm: RmsNorm
     in_weight: Tensor
     layer: DecoderLayer
-    norm_weight: Tensor
-    norm_eps: float
+    norm: RmsNorm
     rotary: RotaryTable
 
     def forward(
@@ -62,18 +60,9 @@ class MtpHead:
             Hidden states after the head's norm, [N, D]: input of the LM head and of the next draft.
         """
         self.rotary.reserve(page_table.shape[1] * kv_pool.k_pages.shape[1])
-        x = torch.cat(
-            (
-                rms_norm(
-                    F.embedding(token_ids, self.embedding),
-                    self.embedding_norm_weight,
-                    self.norm_eps,
-                ),
-                rms_norm(hidden, self.hidden_norm_weight, self.norm_eps),
-            ),
-            dim=-1,
-        )
+        embedded = self.embedding_norm.forward(F.embedding(token_ids, self.embedding))
+        x = torch.cat((embedded, self.hidden_norm.forward(hidden)), dim=-1)
         x = F.linear(x, self.in_weight)
         rotary = self.rotary.rows(step.positions)
         x = self.layer.forward(x, rotary, step, kv_pool, page_table)
-        return rms_norm(x, self.norm_weight, self.norm_eps)
+        return self.norm.forward(x)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridspec.models.config import ModelConfig
-from hybridspec.models.layers import DecoderLayer, GdnLayer, RotaryTable, rms_norm
+from hybridspec.models.layers import DecoderLayer, GdnLayer, RmsNorm, RotaryTable
 from hybridspec.models.mtp import MtpHead
 from hybridspec.models.weights import Checkpoint, WeightReader
 from hybridspec.runtime.pools import Pools
@@ -30,7 +30,7 @@ class HybridModel:
         device: where it lives.
         embedding: [vocab, D].
         layers: the trunk.
-        norm_weight: whole factors of the final norm, [D].
+        norm: the final norm.
         head: matrix of the LM head, [vocab, D].
         rotary: shared by all attention layers.
         mtp: the draft head, or None where the checkpoint has none.
@@ -41,7 +41,7 @@ class HybridModel:
     device: torch.device
     embedding: Tensor
     layers: tuple[DecoderLayer, ...]
-    norm_weight: Tensor
+    norm: RmsNorm
     head: Tensor
     rotary: RotaryTable
     mtp: MtpHead | None
@@ -66,7 +66,7 @@ class HybridModel:
         for layer in self.layers:
             pool_list = pools.gdn if isinstance(layer.mixer, GdnLayer) else pools.kv
             x = layer.forward(x, rotary, step, pool_list[layer.pool_index], page_table)
-        return rms_norm(x, self.norm_weight, self.config.norm_eps)
+        return self.norm.forward(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the LM head's logits [N, vocab] of hidden states [N, D], fp32 (fp64 if fp64).
@@ -118,7 +118,7 @@ def load_model(
         device=device,
         embedding=embedding,
         layers=tuple(reader.trunk_layer(i) for i in range(config.num_layers)),
-        norm_weight=reader.final_norm(),
+        norm=reader.final_norm(),
         head=reader.head(embedding),
         rotary=rotary,
         mtp=_load_mtp(reader, embedding, rotary) if reader.has_mtp else None,
@@ -131,7 +131,6 @@ def _load_mtp(reader: WeightReader, embedding: Tensor, rotary: RotaryTable) -> M
     return MtpHead(
         embedding=embedding,
         layer=reader.mtp_layer(),
-        norm_eps=reader.config.norm_eps,
         rotary=rotary,
-        **reader.mtp_tensors(),
+        **reader.mtp_parts(),
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybridspec.errors import CheckpointError, UnsupportedError
 from hybridspec.models.config import ModelConfig
-from hybridspec.models.layers import AttentionLayer, DecoderLayer, GdnLayer, Mlp
+from hybridspec.models.layers import AttentionLayer, DecoderLayer, GdnLayer, Mlp, RmsNorm
 
 __all__ = ["Checkpoint", "WeightReader"]
 
@@ -194,8 +194,8 @@ class WeightReader:
             return embedding
         return self._matrix("lm_head.weight", self.config.vocab_size, self.config.hidden_size)
 
-    def final_norm(self) -> Tensor:
-        """Return the factors of the norm behind the last layer, [D]."""
+    def final_norm(self) -> RmsNorm:
+        """Return the norm behind the last layer."""
         return self._norm(f"{self.checkpoint.trunk_prefix}norm.weight", self.config.hidden_size)
 
     def trunk_layer(self, index: int) -> DecoderLayer:
@@ -207,14 +207,14 @@ class WeightReader:
         """Return the draft head's attention layer; asked for after the trunk's."""
         return self._layer("mtp.layers.0.", "attention")
 
-    def mtp_tensors(self) -> dict[str, Tensor]:
-        """Return the draft head's own tensors, named as in `MtpHead`."""
+    def mtp_parts(self) -> dict[str, Any]:
+        """Return the draft head's own parts, named as in `MtpHead`."""
         size = self.config.hidden_size
         return {
-            "embedding_norm_weight": self._norm("mtp.pre_fc_norm_embedding.weight", size),
-            "hidden_norm_weight": self._norm("mtp.pre_fc_norm_hidden.weight", size),
+            "embedding_norm": self._norm("mtp.pre_fc_norm_embedding.weight", size),
+            "hidden_norm": self._norm("mtp.pre_fc_norm_hidden.weight", size),
             "in_weight": self._matrix("mtp.fc.weight", size, 2 * size),
-            "norm_weight": self._norm("mtp.norm.weight", size),
+            "norm": self._norm("mtp.norm.weight", size),
         }
 
     def _stored(self, name: str, rows: int, columns: int) -> Tensor:
@@ -238,8 +238,9 @@ class WeightReader:
     def _vector(self, name: str, size: int) -> Tensor:
         return self.checkpoint.read(name, (size,), self.vector_dtype)
 
-    def _norm(self, name: str, size: int) -> Tensor:
-        return self._vector(name, size) + 1.0
+    def _norm(self, name: str, size: int) -> RmsNorm:
+        """Return a block norm, whose weight is stored as its difference from one."""
+        return RmsNorm(self._vector(name, size) + 1.0, self.config.norm_eps)
 
     def _stacked(self, parts: dict[str, int]) -> Tensor:
         """Return matrices over the hidden size, of given row counts, in one."""
@@ -269,11 +270,8 @@ class WeightReader:
                     f"{prefix}mlp.down_proj.weight", config.hidden_size, config.ffn_size
                 ),
             ),
-            mixer_norm_weight=self._norm(f"{prefix}input_layernorm.weight", config.hidden_size),
-            mlp_norm_weight=self._norm(
-                f"{prefix}post_attention_layernorm.weight", config.hidden_size
-            ),
-            norm_eps=config.norm_eps,
+            mixer_norm=self._norm(f"{prefix}input_layernorm.weight", config.hidden_size),
+            mlp_norm=self._norm(f"{prefix}post_attention_layernorm.weight", config.hidden_size),
             pool_index=pool_index,
         )
 
@@ -296,7 +294,7 @@ class WeightReader:
             ).squeeze(1),
             A_log=self._vector(f"{prefix}A_log", g.num_value_heads),
             dt_bias=self._vector(f"{prefix}dt_bias", g.num_value_heads),
-            norm_weight=self._vector(f"{prefix}norm.weight", g.value_dim),
+            norm=RmsNorm(self._vector(f"{prefix}norm.weight", g.value_dim), self.config.norm_eps),
             out_weight=self._matrix(f"{prefix}out_proj.weight", self.config.hidden_size, v_size),
             backend=self.backend,
         )
@@ -323,7 +321,10 @@ class WeightReader:
         return AttentionLayer(
             config=c,
             in_weight=in_weight,
-            qk_norm_weight=torch.cat((q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1))),
+            qk_norm=RmsNorm(
+                torch.cat((q_norm.weight.expand(heads, -1), k_norm.weight.expand(kv_heads, -1))),
+                c.norm_eps,
+            ),
             out_weight=self._matrix(f"{prefix}o_proj.weight", c.hidden_size, q_size),
             backend=self.backend,
         )
