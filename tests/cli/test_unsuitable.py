@@ -106,6 +106,7 @@ def test_unsuitable_checkpoints(
         (("--prompt-token-ids", ",".join(["1"] * 512)), "512"),
         (("--prompt-token-ids", "1,1", "--max-model-len", "2"), "2"),
         (("--prompt-token-ids", "1", "--max-model-len", "513"), "513"),
+        (("--prompt-token-ids", "1", "--device", "cuda:99"), "cuda:99"),
         (("--prompt-token-ids", "1", "--stop", "x"), "stop"),
         (("--prompt-token-ids", "1", "--stop-token-id", "97"), "97"),
         (("--prompt-token-ids", "1", "--prompt-file", "f"), "--prompt-file"),
