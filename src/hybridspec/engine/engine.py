@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,12 @@ class Engine:
         device = config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        kind, _, index = device.partition(":")
+        if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+            raise ValueError(
+                f"device: expected one of the {torch.cuda.device_count()} CUDA devices that torch "
+                f"sees here, got {device!r}"
+            )
         dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
         self.model: HybridModel = load_model(folder, dtype=dtype, device=device)
         self.tokenizer = load_tokenizer(folder)
@@ -77,8 +84,7 @@ class Engine:
                 f"prompt: {self.folder} has no tokenizer.json, so text cannot be used; "
                 f"give prompt_token_ids"
             )
-        ids = self.tokenizer.encode(text) if text is not None else list(prompt)
-        self._check_prompt(ids)
+        ids = self._checked(self.tokenizer.encode(text) if text is not None else prompt)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: needs a tokenizer.json in the model folder; there is none")
         vocab = self.model.config.vocab_size
@@ -119,20 +125,26 @@ class Engine:
             detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
         )
 
-    def _check_prompt(self, ids: list[int]) -> None:
-        if not ids:
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        """Return a prompt's tokens as plain integers; raise if they do not fit the model."""
+        if len(ids) == 0:
             raise ValueError("prompt: expected at least one token, got an empty prompt")
         vocab = self.model.config.vocab_size
+        checked = []
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise TypeError(f"prompt_token_ids: expected integers, got {token!r}")
-            if not 0 <= token < vocab:
-                raise ValueError(f"prompt_token_ids: expected ids in 0..{vocab - 1}, got {token}")
+            try:
+                number = operator.index(token)
+            except TypeError:
+                raise TypeError(f"prompt_token_ids: expected integers, got {token!r}") from None
+            if not 0 <= number < vocab:
+                raise ValueError(f"prompt_token_ids: expected ids in 0..{vocab - 1}, got {number}")
+            checked.append(number)
         max_len = self.config.max_model_len
         if len(ids) >= max_len:
             raise ValueError(
                 f"prompt: expected fewer tokens than the context of {max_len}, got {len(ids)}"
             )
+        return checked
 
     def add(self, request: Request) -> None:
         """Queue a request made by `make_request`."""

@@ -150,7 +150,10 @@ class LLM:
         """
         if prompt is not None and not isinstance(prompt, str):
             raise TypeError(f"prompt: expected one text, got {type(prompt).__name__}")
-        return self._run(self._requests(prompt, sampling_params, prompt_token_ids))
+        requests = self._requests(prompt, sampling_params, prompt_token_ids)
+        if len(requests) != 1:
+            raise TypeError(f"prompt_token_ids: expected one list of ids, got {len(requests)}")
+        return self._run(requests)
 
     def describe(self) -> EngineInfo:
         """Say what this engine runs on and what a request costs."""
@@ -188,20 +191,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
     ) -> list[Request]:
-        if (prompts is None) == (prompt_token_ids is None):
-            raise ValueError("prompts: give either prompts or prompt_token_ids, and not both")
-        items: list[str | Sequence[int]]
-        if prompts is not None:
-            items = [prompts] if isinstance(prompts, str) else list(prompts)
-            for item in items:
-                if not isinstance(item, str):
-                    raise TypeError(
-                        f"prompts: expected a text or a list of texts, got {type(item).__name__}"
-                    )
-        else:
-            given = list(prompt_token_ids)  # type: ignore[arg-type]
-            is_nested = bool(given) and not isinstance(given[0], int)
-            items = given if is_nested else [given]
+        items = _prompt_list(prompts, prompt_token_ids)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(items)
         else:
@@ -235,6 +225,38 @@ class LLM:
             for request in requests:
                 if request.finish_reason is None:
                     engine.abort(request)
+
+
+def _prompt_list(
+    prompts: str | Sequence[str] | None,
+    prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+) -> list[str] | list[Sequence[int]]:
+    """Bring every accepted form of prompts into one list."""
+    if (prompts is None) == (prompt_token_ids is None):
+        raise ValueError("prompts: give either prompts or prompt_token_ids, and not both")
+    if prompts is not None:
+        texts = [prompts] if isinstance(prompts, str) else _listed("prompts", prompts, "texts")
+        for text in texts:
+            if not isinstance(text, str):
+                raise TypeError(
+                    f"prompts: expected a text or a list of texts, got {type(text).__name__}"
+                )
+        return texts
+    lists = _listed("prompt_token_ids", prompt_token_ids, "token ids")
+    if lists and not any(_is_list(item) for item in lists):
+        return [lists]
+    return [_listed("prompt_token_ids", item, "token ids") for item in lists]
+
+
+def _is_list(value: Any) -> bool:
+    is_sized = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
+    return is_sized and not isinstance(value, str | bytes)
+
+
+def _listed(name: str, value: Any, what: str) -> list[Any]:
+    if not _is_list(value):
+        raise TypeError(f"{name}: expected a list of {what}, got {type(value).__name__}")
+    return list(value)
 
 
 def _backends(device: str) -> dict[str, tuple[str, str]]:

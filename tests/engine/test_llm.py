@@ -1,0 +1,170 @@
+"""The public interface: forms of input, errors, statistics, description."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from helpers.ascii_tokenizer import END, text_of, write_ascii_tokenizer
+from helpers.tiny_checkpoints import build_tiny_checkpoint
+from hybridspec import LLM, CapacityError, CheckpointError, SamplingParams
+from hybridspec.engine.outputs import RequestStats
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ascii")
+    build_tiny_checkpoint(path, eos_token_id=END, seed=2)
+    write_ascii_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, device="cpu")
+
+
+def test_forms_of_prompts(llm: LLM) -> None:
+    [one] = llm.generate("import", GREEDY)
+    [listed] = llm.generate(["import"], [GREEDY])
+    tokens = llm.tokenizer.encode("import")
+    [as_tokens] = llm.generate(prompt_token_ids=tokens, sampling_params=GREEDY)
+    [nested] = llm.generate(prompt_token_ids=[tokens], sampling_params=GREEDY)
+    outputs = [r.outputs[0] for r in (one, listed, as_tokens, nested)]
+    assert len({tuple(output.token_ids) for output in outputs}) == 1
+    assert outputs[0].text == text_of(outputs[0].token_ids)
+    assert one.prompt == "import" and as_tokens.prompt is None
+    assert one.prompt_token_ids == tokens
+    assert one.finished and one.outputs[0].finish_reason == "length"
+
+
+def test_streaming_adds_up(llm: LLM) -> None:
+    steps = list(llm.stream("import", SamplingParams(temperature=0, max_tokens=20)))
+    [whole] = llm.generate("import", SamplingParams(temperature=0, max_tokens=20))
+    assert [t for step in steps for t in step.token_ids] == whole.outputs[0].token_ids
+    assert "".join(step.text for step in steps) == whole.outputs[0].text
+    assert [step.step for step in steps] == list(range(len(steps)))
+    assert steps[0].origins == ["prefill"] and not steps[0].drafted
+    assert [step.finished for step in steps] == [False] * (len(steps) - 1) + [True]
+    for step in steps[1:]:
+        assert len(step.origins) == len(step.token_ids)
+        assert (
+            step.token_ids[: step.origins.count("accepted")]
+            == (step.drafted[: step.origins.count("accepted")])
+        )
+    assert steps[-1].output.stats.committed_per_step == [len(s.token_ids) for s in steps[1:]]
+
+
+def test_no_prompts(llm: LLM) -> None:
+    assert llm.generate([], GREEDY) == []
+    assert llm.generate(prompt_token_ids=[], sampling_params=GREEDY) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ValueError, "^prompts: give either"),
+        ({"prompts": "a", "prompt_token_ids": [1]}, ValueError, "^prompts: give either"),
+        ({"prompts": ""}, ValueError, "^prompt: expected at least one token"),
+        ({"prompts": ["a", ""]}, ValueError, "^prompt: expected at least one token"),
+        ({"prompts": [3]}, TypeError, "^prompts: expected a text"),
+        ({"prompts": 3}, TypeError, "^prompts: expected a list of texts"),
+        ({"prompts": b"abc"}, TypeError, "^prompts: expected a list of texts"),
+        ({"prompt_token_ids": [[]]}, ValueError, "^prompt: expected at least one token"),
+        ({"prompt_token_ids": [1, 97]}, ValueError, "^prompt_token_ids: expected ids in 0..96"),
+        ({"prompt_token_ids": [1, -1]}, ValueError, "^prompt_token_ids: expected ids in 0..96"),
+        ({"prompt_token_ids": [1, 2.5]}, TypeError, "^prompt_token_ids: expected integers"),
+        ({"prompt_token_ids": [1, "a"]}, TypeError, "^prompt_token_ids: expected integers"),
+        ({"prompt_token_ids": "abc"}, TypeError, "^prompt_token_ids: expected"),
+        ({"prompt_token_ids": 5}, TypeError, "^prompt_token_ids: expected"),
+        ({"prompt_token_ids": [1] * 512}, ValueError, "^prompt: expected fewer tokens .* 512"),
+        ({"prompts": ["a", "b"], "sampling_params": [GREEDY]}, ValueError, "^sampling_params: "),
+        ({"prompts": "a", "sampling_params": {"top_p": 1}}, TypeError, "^sampling_params: "),
+        (
+            {"prompts": "a", "sampling_params": SamplingParams(stop_token_ids=[97])},
+            ValueError,
+            "^stop_token_ids: expected ids below the vocabulary size 97, got 97",
+        ),
+    ],
+)
+def test_bad_requests(
+    llm: LLM, arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        llm.generate(**{"sampling_params": GREEDY, **arguments})
+    assert not llm._engine.has_work
+    assert llm._engine.allocator.num_live == 0
+
+
+def test_stream_checks_at_once(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="^prompt: expected at least one token"):
+        llm.stream("")
+    with pytest.raises(TypeError, match="^prompt: expected one text"):
+        llm.stream(["a"])
+    with pytest.raises(TypeError, match="^prompt_token_ids: expected one list"):
+        llm.stream(prompt_token_ids=[[1], [2]])
+
+
+def test_a_request_that_can_never_fit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm._engine.allocator, "can_grow", False)
+    monkeypatch.setattr(type(llm._engine.pools), "num_pages", property(lambda pools: 2))
+    with pytest.raises(CapacityError, match="does not fit the KV pages"):
+        llm.generate(prompt_token_ids=[1] * 100, sampling_params=SamplingParams(max_tokens=60))
+
+
+def test_without_a_tokenizer(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, eos_token_id=None)
+    llm = LLM(tmp_path, device="cpu")
+    assert llm.tokenizer is None
+    [result] = llm.generate(prompt_token_ids=[1, 2], sampling_params=GREEDY)
+    assert len(result.outputs[0].token_ids) == 6 and result.outputs[0].text == ""
+    with pytest.raises(ValueError, match="^prompt: .* has no tokenizer.json"):
+        llm.generate("import", GREEDY)
+    with pytest.raises(ValueError, match="^stop: needs a tokenizer"):
+        llm.generate(prompt_token_ids=[1], sampling_params=SamplingParams(stop="a"))
+
+
+def test_without_a_draft_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build_tiny_checkpoint(tmp_path, has_mtp=False, eos_token_id=None)
+    with caplog.at_level(logging.WARNING, "hybridspec"):
+        llm = LLM(tmp_path, device="cpu")
+    assert "no MTP head" in caplog.text and "draft_tokens=0" in caplog.text
+    assert llm.config.draft_tokens == 0
+    [result] = llm.generate(prompt_token_ids=[1, 2], sampling_params=GREEDY)
+    assert result.stats.committed_per_step == [1] * 5
+
+
+def test_bad_folders(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="config.json"):
+        LLM(tmp_path / "nowhere", device="cpu")
+    with pytest.raises(ValueError, match="^max_model_len: expected at most the model's 512"):
+        build_tiny_checkpoint(tmp_path)
+        LLM(tmp_path, device="cpu", max_model_len=513)
+
+
+def test_describe(llm: LLM) -> None:
+    info = llm.describe()
+    # 3 GDN layers of 4 heads x 16 x 16 in fp32
+    assert info.request_bytes["GDN state"] == 3 * 4 * 16 * 16 * 4
+    assert info.snapshot_bytes == 4 * info.request_bytes["GDN state"]
+    # ring: (2 x 16 + 4 x 16) numbers and 4 decays per row; conv ring: 16 rows x 128 channels
+    assert info.request_bytes["GDN ring"] == 3 * 32 * ((32 + 64) * 4 + 4 * 4)
+    assert info.request_bytes["conv ring"] == 3 * 16 * 128 * 4
+    # one attention layer and the draft head's
+    assert info.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4
+    assert info.num_requests_fit >= 1
+    assert info.config.dtype == "float32" and info.config.device == "cpu"
+    assert info.has_mtp and set(info.backends) >= {"gated_delta_rule", "paged_attention"}
+    assert info.num_parameters > 0
+
+
+def test_acceptance_by_position() -> None:
+    stats = RequestStats(
+        committed_per_step=[4, 1, 2], drafted_per_step=[3, 3, 1], accepted_per_step=[3, 0, 1]
+    )
+    assert stats.acceptance_by_position() == [2 / 3, 1 / 2, 1 / 2]
+    assert RequestStats().acceptance_by_position() == []
