@@ -10,14 +10,17 @@ from .api import (
     select_rows,
     survival_scores,
 )
+from .groups import compact_groups, copy_page_table
 from .views import SamplingColumns, VerifyPlan
 
 __all__ = [
     "SamplingColumns",
     "VerifyPlan",
     "build_params",
+    "compact_groups",
     "compact_hidden",
     "compact_sampling",
+    "copy_page_table",
     "plan_step",
     "select_rows",
     "survival_scores",

@@ -235,27 +235,29 @@ def compact_groups(
     seq_len: Tensor,
     marks: Tensor,
     hold_request: int,
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    out: list[Tensor],
 ) -> None:
-    """Compact the group ends of [n] rows to the front of outputs [capacity]; rest: hold entries."""
-    num_rows, capacity = marks.shape[0], outputs[0].shape[0]
+    """Compact the group ends of [n] rows to the front of [capacity] entries; see groups.py."""
+    num_rows, capacity = marks.shape[0], out[0].shape[0]
     if capacity == 0:
         return
-    num_blocks = max(triton.cdiv(num_rows, _BLOCK_GROUPS), 1)
+    grid = max(triton.cdiv(max(num_rows, capacity), _BLOCK_GROUPS), 1)
     with torch.cuda.device_of(marks):
-        counts = torch.empty(num_blocks, dtype=torch.int32, device=marks.device)
-        triton_compact.count_groups_kernel[(num_blocks,)](
-            marks, counts, num_rows, BLOCK=_BLOCK_GROUPS
-        )
-        grid = max(num_blocks, triton.cdiv(capacity, _BLOCK_GROUPS))
+        if grid == 1:
+            counts = marks
+        else:
+            counts = torch.empty(grid, dtype=torch.int32, device=marks.device)
+            triton_compact.count_groups_kernel[(grid,)](
+                marks, counts, num_rows, BLOCK=_BLOCK_GROUPS
+            )
         triton_compact.compact_groups_kernel[(grid,)](
-            requests, seq_len, marks, counts, *outputs, num_rows, num_blocks, capacity,
-            hold_request, BLOCK=_BLOCK_GROUPS, MOST_BLOCKS=_block(num_blocks),
+            requests, seq_len, marks, counts, *out, num_rows, grid, capacity, hold_request,
+            IS_ONE_BLOCK=grid == 1, BLOCK=_BLOCK_GROUPS, MOST_BLOCKS=_block(grid),
         )  # fmt: skip
 
 
 def copy_page_table(page_table: Tensor, source: Tensor, requests: Tensor) -> None:
-    """page_table[i] <- source[requests[i], :width], where page_table is [B, width]."""
+    """page_table[i] = source[requests[i], :width]; see groups.py."""
     num_rows, width = page_table.shape
     if page_table.numel() == 0:
         return

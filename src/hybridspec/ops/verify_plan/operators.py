@@ -12,7 +12,15 @@ from .._library import register
 from . import reference
 from .views import SamplingColumns, VerifyPlan
 
-__all__ = ["build_params", "compact_hidden", "compact_sampling", "plan_step", "select_rows"]
+__all__ = [
+    "build_params",
+    "compact_groups",
+    "compact_hidden",
+    "compact_sampling",
+    "copy_page_table",
+    "plan_step",
+    "select_rows",
+]
 
 _MOST_KERNEL_DRAFTS = 7
 
@@ -72,6 +80,16 @@ def _compact_sampling(requests, sources, rows_per_request, out, backend) -> None
     )
 
 
+def _compact_groups(requests, seq_len, marks, hold_request, out, backend) -> None:
+    module = _module("compact_groups", backend, marks)
+    module.compact_groups(requests, seq_len, marks, hold_request, out)
+
+
+def _copy_page_table(page_table, source, requests, backend) -> None:
+    module = _module("copy_page_table", backend, page_table)
+    module.copy_page_table(page_table, source, requests)
+
+
 select_rows = register(
     "verify_plan_select_rows(Tensor confidences, Tensor slots, int num_rows, Tensor? num_drafts, "
     "Tensor? calibration, Tensor(a!) cu_seqlens, Tensor(b!) workspace, str backend)",
@@ -96,4 +114,14 @@ compact_sampling = register(
     "verify_plan_compact_sampling(Tensor[] requests, Tensor sources, int rows_per_request, "
     "Tensor(a!)[] out, str backend)",
     _compact_sampling,
+)
+compact_groups = register(
+    "verify_plan_compact_groups(Tensor requests, Tensor seq_len, Tensor marks, int hold_request, "
+    "Tensor(a!)[] out, str backend)",
+    _compact_groups,
+)
+copy_page_table = register(
+    "verify_plan_copy_page_table(Tensor(a!) page_table, Tensor source, Tensor requests, "
+    "str backend)",
+    _copy_page_table,
 )

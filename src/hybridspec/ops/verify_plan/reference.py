@@ -9,8 +9,10 @@ from .views import SamplingColumns, VerifyPlan
 
 __all__ = [
     "build_params",
+    "compact_groups",
     "compact_hidden",
     "compact_sampling",
+    "copy_page_table",
     "plan_step",
     "select_rows",
     "survival_scores",
@@ -141,3 +143,23 @@ def compact_sampling(
         off = 1 if name == "top_p" else 0
         chosen = getattr(requests, name)[request]
         getattr(rows, name).copy_(torch.where(is_owned, chosen, off))
+
+
+def compact_groups(
+    requests: Tensor, seq_len: Tensor, marks: Tensor, hold_request: int, out: list[Tensor]
+) -> None:
+    """Entry i of `out` = (mark, seq_len, request) of the i-th group end; see groups.py."""
+    num_entries = out[0].shape[0]
+    is_end = marks > 0
+    # Rows that end no group, and groups without an entry, go to one entry more, which is cut off.
+    entry = torch.where(is_end, is_end.cumsum(0) - 1, num_entries).clamp(max=num_entries)
+    for tensor, values, hold in zip(
+        out, (marks, seq_len, requests), (0, 0, hold_request), strict=True
+    ):
+        padded = tensor.new_full((num_entries + 1,), hold)
+        tensor.copy_(padded.scatter_(0, entry, values.to(tensor.dtype))[:num_entries])
+
+
+def copy_page_table(page_table: Tensor, source: Tensor, requests: Tensor) -> None:
+    """page_table[i] = source[requests[i], :width]."""
+    page_table.copy_(source[:, : page_table.shape[1]][requests.long()])

@@ -95,15 +95,15 @@ def compact_groups_kernel(
     block_counts_ptr,
     # outputs [capacity]
     q_len_ptr,
-    kv_len_ptr,
+    out_seq_len_ptr,
     out_requests_ptr,
-    att_len_ptr,
     # scalars
     num_rows,
     num_blocks,
     capacity,
     hold_request,
-    # sizes
+    # switch and sizes
+    IS_ONE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     MOST_BLOCKS: tl.constexpr,
 ):
@@ -113,28 +113,30 @@ def compact_groups_kernel(
     mask = offs < num_rows
     mark = tl.load(marks_ptr + offs, mask=mask, other=0).to(tl.int32)
     is_end = mark > 0
-    block = tl.arange(0, MOST_BLOCKS)
-    counts = tl.load(block_counts_ptr + block, mask=block < num_blocks, other=0)
-    groups_before = tl.sum(tl.where(block < pid, counts, 0), axis=0)
-    num_groups = tl.sum(counts, axis=0)
-
     ends = is_end.to(tl.int32)
+    if IS_ONE_BLOCK:
+        groups_before = 0
+        num_groups = tl.sum(ends, axis=0)
+    else:
+        block = tl.arange(0, MOST_BLOCKS)
+        counts = tl.load(block_counts_ptr + block, mask=block < num_blocks, other=0)
+        groups_before = tl.sum(tl.where(block < pid, counts, 0), axis=0)
+        num_groups = tl.sum(counts, axis=0)
+
     entry = groups_before + tl.cumsum(ends, 0) - ends
     entry_mask = is_end & (entry < capacity)
     length = tl.load(seq_len_ptr + offs, mask=entry_mask, other=0).to(tl.int32)
     request = tl.load(requests_ptr + offs, mask=entry_mask, other=0).to(tl.int32)
     tl.store(q_len_ptr + entry, mark, mask=entry_mask)
-    tl.store(kv_len_ptr + entry, length, mask=entry_mask)
+    tl.store(out_seq_len_ptr + entry, length, mask=entry_mask)
     tl.store(out_requests_ptr + entry, request, mask=entry_mask)
-    tl.store(att_len_ptr + entry, length, mask=entry_mask)
 
     # Entries from the number of groups on: no group writes them.
     is_hold = (offs >= num_groups) & (offs < capacity)
     zeros = tl.zeros(offs.shape, tl.int32)
     tl.store(q_len_ptr + offs, zeros, mask=is_hold)
-    tl.store(kv_len_ptr + offs, zeros, mask=is_hold)
+    tl.store(out_seq_len_ptr + offs, zeros, mask=is_hold)
     tl.store(out_requests_ptr + offs, zeros + hold_request, mask=is_hold)
-    tl.store(att_len_ptr + offs, zeros, mask=is_hold)
 
 
 @triton.jit(do_not_specialize=["width"])
