@@ -54,7 +54,12 @@ def create(folder: Path) -> None:
     is_base_python = sys.prefix == sys.base_prefix
     say(f"creating {folder.name} with Python {sys.version.split()[0]}")
     try:
-        venv.create(folder, with_pip=True, system_site_packages=bool(found) and is_base_python)
+        venv.create(
+            folder,
+            with_pip=True,
+            symlinks=os.name != "nt",
+            system_site_packages=found is not None and is_base_python,
+        )
     except subprocess.CalledProcessError:
         raise fail(
             "this Python cannot make virtual environments; install its venv package "
