@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Pair", "first_difference", "run"]
 
-_NAME_WIDTH = 30
+_NAME_WIDTH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
