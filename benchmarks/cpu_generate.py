@@ -100,9 +100,7 @@ def main() -> int:
             return 1
     stats = spec_llm.generate(
         prompt_token_ids=prompts,
-        sampling_params=SamplingParams(
-            temperature=0, max_tokens=args.max_tokens, ignore_eos=True
-        ),
+        sampling_params=SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True),
     )
     steps = [count for result in stats for count in result.stats.committed_per_step]
 
@@ -119,9 +117,7 @@ def main() -> int:
         print(f"round {round_index + 1}/{args.rounds}", file=sys.stderr)
 
     def ratio(slow: str, fast: str) -> float:
-        return statistics.median(
-            s / f for s, f in zip(seconds[slow], seconds[fast], strict=True)
-        )
+        return statistics.median(s / f for s, f in zip(seconds[slow], seconds[fast], strict=True))
 
     tokens = args.max_tokens * len(prompts)
     result = {

@@ -66,11 +66,8 @@ def test_sampled_tokens_follow_the_softmax(tiny: TinyCheckpoint) -> None:
 def test_a_wrong_acceptor_is_found(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Teeth: accepting every draft gives the drafter's distribution."""
 
-    def accept_all(
-        sampled: torch.Tensor, drafts: torch.Tensor, cu_seqlens: torch.Tensor
-    ) -> torch.Tensor:
-        sampled[:-1] = drafts[1:]
-        return cu_seqlens.diff() - 1
+    def accept_all(chosen: list[int], drafts: list[int]) -> list[int]:
+        return [*drafts, chosen[-1]]
 
-    monkeypatch.setattr(verify_module, "accept_drafts", accept_all)
+    monkeypatch.setattr(verify_module, "accept_prefix", accept_all)
     assert p_values(tiny, sampled(tiny))[1] < 1e-9

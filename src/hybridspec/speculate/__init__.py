@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybridspec.speculate.accept import accept_prefix
 from hybridspec.speculate.choose import ChoiceRule, choose_tokens
 from hybridspec.speculate.draft import Drafter, MtpDrafter
 from hybridspec.speculate.verify import Verified, commit_rows, layout_rows, verify_drafts
@@ -11,6 +12,7 @@ __all__ = [
     "Drafter",
     "MtpDrafter",
     "Verified",
+    "accept_prefix",
     "choose_tokens",
     "commit_rows",
     "layout_rows",

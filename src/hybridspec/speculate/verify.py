@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hybridspec.models import HybridModel
 from hybridspec.ops.gated_delta_rule import commit, decide_folds
-from hybridspec.ops.sampling import accept_drafts
 from hybridspec.runtime import Pools, Step
+from hybridspec.speculate.accept import accept_prefix
 from hybridspec.speculate.choose import ChoiceRule, choose_tokens
 
 __all__ = ["Verified", "commit_rows", "layout_rows", "verify_drafts"]
@@ -106,14 +106,11 @@ def verify_drafts(
     hidden = model.forward(fed, step, pools)
     row_rules = [rule for rule, n in zip(rules, lengths, strict=True) for _ in range(n)]
     targets = [start + t + 1 for start, n in zip(starts, lengths, strict=True) for t in range(n)]
-    chosen = choose_tokens(model.logits(hidden), row_rules, targets)
-    num_accepted = accept_drafts(chosen, fed, step.cu_seqlens).tolist()
-
-    chosen_list = chosen.tolist()
+    chosen = choose_tokens(model.logits(hidden), row_rules, targets).tolist()
     tokens, offset = [], 0
-    for length, accepted in zip(lengths, num_accepted, strict=True):
-        tokens.append(chosen_list[offset : offset + accepted + 1])
-        offset += length
+    for mine in rows:
+        tokens.append(accept_prefix(chosen[offset : offset + len(mine)], mine[1:]))
+        offset += len(mine)
     return Verified(
         tokens=tokens,
         hidden=hidden,
