@@ -1,0 +1,1 @@
+"""Training form, data and export of the model that the package carries."""
