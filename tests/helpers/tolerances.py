@@ -1,0 +1,55 @@
+"""How far results of the ops may be from an fp64 oracle that is given the same inputs.
+
+An error is measured against the largest magnitude of the oracle's tensor, because the terms of a
+sum, not the sum, set its rounding. A call's tolerance is that of its coarsest dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["TOLERANCES", "assert_close", "error", "tolerance"]
+
+TOLERANCES = {
+    # unit roundoff 1.1e-16; thousands of roundings, amplified by the solve of 16 equal keys
+    torch.float64: 1e-12,
+    # unit roundoff 6.0e-8; a hundred roundings (worst seen on the reference: 7.1e-7)
+    torch.float32: 5e-6,
+    # unit roundoff 4.9e-4, once on the result (worst seen: 4.3e-4)
+    torch.float16: 1e-3,
+    # unit roundoff 3.9e-3, once on the result (worst seen: 3.4e-3)
+    torch.bfloat16: 8e-3,
+}
+
+# magnitudes below this are not compared relatively: fp32 has no more digits there
+SMALLEST = 1e-30
+
+
+def tolerance(*dtypes: torch.dtype) -> float:
+    """Return the tolerance of a call with these dtypes."""
+    return max(TOLERANCES[dtype] for dtype in dtypes)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest magnitude expected."""
+    if expected.numel() == 0:
+        return 0.0
+    difference = (actual.double() - expected.double()).abs().max().item()
+    return difference / max(expected.abs().max().item(), SMALLEST)
+
+
+def assert_close(actual: Tensor, expected: Tensor, *dtypes: torch.dtype) -> None:
+    """Raise AssertionError unless a result is as near to the oracle as its dtypes allow.
+
+    Args:
+        actual: result of an op.
+        expected: the oracle's tensor, fp64.
+        dtypes: all dtypes that the call involved.
+    """
+    bound = tolerance(*dtypes)
+    scale = expected.abs().max().item() if expected.numel() else 0.0
+    scale = max(scale, SMALLEST)
+    torch.testing.assert_close(
+        actual.double(), expected.double(), rtol=0.0, atol=bound * scale, equal_nan=False
+    )

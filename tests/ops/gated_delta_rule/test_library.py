@@ -1,0 +1,157 @@
+"""The ops as torch.library sees them: schemas, fakes, and compiled callers."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.gdn_cases import Case, Dtypes, Geometry, VerifyCall, assert_same_bits
+from hybridspec.ops import gated_delta_rule
+from hybridspec.ops._library import register
+from hybridspec.ops.gated_delta_rule import RingView
+
+F32, BF16 = torch.float32, torch.bfloat16
+OPS = torch.ops.hybridspec
+SMALL = Geometry(heads=1, value_heads=2, key_dim=4, value_dim=4, num_slots=4)
+
+
+def clean_call(*, history: int = 14) -> VerifyCall:
+    """Return a call without NaN, since opcheck compares runs with ==."""
+    case = Case("library", (3, 2), (5, history), (30, 2), geometry=SMALL)
+    call = VerifyCall(case.using(Dtypes(F32, F32, F32)))
+    for pool in call.pools.tensors():
+        pool.nan_to_num_()
+    return call
+
+
+def row_arguments(call: VerifyCall) -> tuple[Tensor, ...]:
+    return *call.inputs(), call.tokens.A_log, call.tokens.dt_bias, call.pools.state
+
+
+def ring_arguments(call: VerifyCall) -> tuple:
+    ring = call.pools.ring
+    cursors = (ring.ring_start, ring.history_len, ring.max_window)
+    return ring.k, ring.u, ring.cum_log_decay, *cursors
+
+
+@pytest.mark.parametrize("has_folds", [False, True])
+def test_verify_passes_opcheck(has_folds: bool) -> None:
+    call = clean_call()
+    out = torch.empty(5, 2, 4)
+    arguments = (
+        *row_arguments(call), *ring_arguments(call), call.cu_seqlens, call.slot_tensor,
+        call.is_fold if has_folds else None, out, 0.5, True, 1.0, 3, "auto",
+    )  # fmt: skip
+    torch.library.opcheck(OPS.gated_delta_rule_verify.default, arguments)
+
+
+def test_prefill_passes_opcheck() -> None:
+    call = clean_call()
+    call.pools.ring.history_len.zero_()
+    arguments = (
+        *row_arguments(call), call.pools.ring.history_len, call.cu_seqlens, call.slot_tensor,
+        torch.empty(5, 2, 4), 0.5, True, 1.0, 64, 3, "auto",
+    )  # fmt: skip
+    torch.library.opcheck(OPS.gated_delta_rule_prefill.default, arguments)
+
+
+def test_ops_on_slots_pass_opcheck() -> None:
+    call = clean_call()
+    pools, ring, slots = call.pools, call.pools.ring, call.slot_tensor
+    other = torch.tensor([0, -1], dtype=torch.int32)
+    counts = torch.tensor([3, 2], dtype=torch.int32)
+    state = (pools.state, *ring_arguments(call))
+    cursors = (pools.seq_len, ring.ring_start, ring.history_len)
+    checks = {
+        "fold": (*state, slots, call.is_fold, "auto"),
+        "materialize": (*state, slots, other, counts, "auto"),
+        "decide_folds": (ring.history_len, slots, counts, call.is_fold, 16),
+        "commit": (*cursors, slots, call.is_fold, counts, counts - 1, 32, "auto"),
+        "copy_slots": ([pools.state, *cursors], slots, other),
+        "reset_slots": ([pools.state, *cursors], slots),
+    }
+    for name, arguments in checks.items():
+        torch.library.opcheck(getattr(OPS, f"gated_delta_rule_{name}").default, arguments)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_step_compiles_as_one_graph(backend: str) -> None:
+    def step(rows: list[Tensor], call: VerifyCall, ring: RingView, counts: Tensor) -> Tensor:
+        is_fold, pools = torch.zeros_like(call.is_fold), call.pools
+        verified = counts.clone()
+        gated_delta_rule.decide_folds(
+            ring.history_len, call.slot_tensor, verified, is_fold, max_window=16
+        )
+        out = gated_delta_rule.verify(
+            *rows, call.tokens.A_log, call.tokens.dt_bias, pools.state, ring, call.cu_seqlens,
+            call.slot_tensor, max_verify_tokens=3, is_fold=is_fold,
+        )  # fmt: skip
+        gated_delta_rule.commit(
+            pools.seq_len, ring.ring_start, ring.history_len, call.slot_tensor, is_fold, verified,
+            counts - 1, ring_capacity=32,
+        )  # fmt: skip
+        return 2.0 * out
+
+    counts = torch.tensor([3, 2], dtype=torch.int32)
+    plain, compiled = clean_call(history=15), clean_call(history=15)
+    graph = torch.compile(step, fullgraph=True, backend=backend)
+    for _ in range(3):
+        expected = step(plain.inputs(), plain, plain.pools.ring, counts)
+        actual = graph(compiled.inputs(), compiled, compiled.pools.ring, counts)
+        assert_same_bits(actual, expected)
+        for one, other in zip(compiled.pools.tensors(), plain.pools.tensors(), strict=True):
+            assert_same_bits(one, other)
+    assert compiled.pools.ring.history_len.tolist() == [0, 0, 3, 11]
+
+
+def test_prefill_and_fold_compile_as_one_graph() -> None:
+    def run(rows: list[Tensor], call: VerifyCall, ring: RingView) -> Tensor:
+        call.pools.ring.history_len.zero_()
+        out = gated_delta_rule.prefill(
+            *rows, call.tokens.A_log, call.tokens.dt_bias, call.pools.state, ring, call.cu_seqlens,
+            call.slot_tensor, max_seqlen=3,
+        )  # fmt: skip
+        gated_delta_rule.fold(call.pools.state, ring, call.slot_tensor, is_fold=call.is_fold)
+        gated_delta_rule.reset_slots([call.pools.state], call.slot_tensor[:1])
+        return out
+
+    plain, compiled = clean_call(), clean_call()
+    expected = run(plain.inputs(), plain, plain.pools.ring)
+    graph = torch.compile(run, fullgraph=True, backend="eager")
+    assert_same_bits(graph(compiled.inputs(), compiled, compiled.pools.ring), expected)
+    assert_same_bits(compiled.pools.state, plain.pools.state)
+
+
+def test_fake_tensors_pass_through() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    call = clean_call()
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor
+        ring = RingView(
+            **{
+                field.name: fake(getattr(call.pools.ring, field.name))
+                for field in fields(RingView)
+                if field.name != "max_window"
+            }
+        )
+        rows = (fake(part) for part in row_arguments(call))
+        out = gated_delta_rule.verify(
+            *rows, ring, fake(call.cu_seqlens), fake(call.slot_tensor), max_verify_tokens=3
+        )
+    assert out.shape == (5, 2, 4)
+
+
+def test_an_op_registers_under_its_name() -> None:
+    def double(x: Tensor, factor: float) -> None:
+        x.mul_(factor)
+
+    op = register("test_only_scale(Tensor(a!) x, float factor)", double)
+    x = torch.ones(3)
+    op(x, 2.0)
+    assert x.tolist() == [2.0, 2.0, 2.0]
+    assert op is OPS.test_only_scale.default
+    torch.library.opcheck(op, (x, 3.0))
