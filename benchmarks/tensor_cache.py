@@ -322,13 +322,20 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds (default 15)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
+    parser.add_argument(
+        "--devices",
+        nargs="+",
+        choices=["cpu", "cuda"],
+        default=["cpu", "cuda"],
+        help="what to measure, if present (default both)",
+    )
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     return parser.parse_args()
 
 
 @torch.inference_mode()
 def main() -> None:
-    """Measure the CPU, then a CUDA device if there is one."""
+    """Measure the devices that are there."""
     args = arguments()
     torch.set_num_threads(args.threads)
     result: dict[str, object] = {
@@ -342,7 +349,7 @@ def main() -> None:
         "rounds": args.rounds,
         "devices": {},
     }
-    for device in [torch.device(name) for name in ("cpu", "cuda")]:
+    for device in map(torch.device, args.devices):
         if device.type == "cuda" and not torch.cuda.is_available():
             continue
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"

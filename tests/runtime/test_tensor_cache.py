@@ -244,6 +244,26 @@ def test_it_nests_and_the_outermost_exit_counts():
     assert outside[0].data_ptr() != outside[1].data_ptr() and cache.stats().num_bypassed == 2
 
 
+def test_streams_and_captures_are_told_apart(cache, monkeypatch):
+    """The bookkeeping of the CUDA path; the device itself is tested where there is one."""
+    stream, is_capturing = 7, False
+    for name, function in [
+        ("_cuda_getCurrentRawStream", lambda index: stream),
+        ("_cuda_isCurrentStreamCapturing", lambda: is_capturing),
+    ]:
+        monkeypatch.setattr(torch._C, name, function, raising=False)
+    cache._is_cuda = True
+    first = cache.alloc((8, 64)).data_ptr()
+    stream = 8
+    second = cache.alloc((8, 64)).data_ptr()
+    assert second != first and cache.alloc((8, 64)).data_ptr() == second
+    stream = 7
+    assert cache.alloc((8, 64)).data_ptr() == first
+    is_capturing = True
+    cache.alloc((8, 64))
+    assert cache.stats().num_bypassed == 1 and cache.stats().num_buffers == 2
+
+
 def test_alloc_inside_alloc_leaves_the_buffers_alone(cache):
     """As a finalizer would that the garbage collector runs in the middle of an alloc."""
     address = cache.alloc((8, 64)).data_ptr()
