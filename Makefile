@@ -25,8 +25,8 @@ help:
 	@$(PYTHON) tools/setup_venv.py .venv requirements/engine.txt
 	@touch $@
 
-.venv/.ready-dev: .venv/.ready-engine requirements/dev.txt
-	@$(PYTHON) tools/setup_venv.py .venv requirements/dev.txt
+.venv/.ready-dev: .venv/.ready-engine requirements/dev.txt requirements/triton.txt
+	@$(PYTHON) tools/setup_venv.py --with-triton .venv requirements/dev.txt
 	@touch $@
 
 demo: .venv/.ready-engine

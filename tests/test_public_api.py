@@ -15,11 +15,12 @@ import pytest
 import hybridspec
 
 ROOT = Path(__file__).resolve().parent.parent
+# Kernels and what launches them are imported by their backend only.
+KERNEL_MODULE = re.compile(r".*\.(triton_\w+|cute_\w+|launch)")
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(hybridspec.__path__, "hybridspec.")
-    if module.name != "hybridspec.__main__"
-    and not module.name.rpartition(".")[2].startswith(("triton_", "cute_"))
+    if module.name != "hybridspec.__main__" and not KERNEL_MODULE.fullmatch(module.name)
 )
 
 

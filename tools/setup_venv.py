@@ -82,18 +82,18 @@ def pip_install(python: Path, *arguments: str, quiet: bool = True) -> None:
         raise fail(f"pip install {' '.join(arguments)} failed; its message is above")
 
 
-def has_torch(python: Path) -> bool:
-    """Return whether torch imports in the environment."""
-    return not subprocess.run([str(python), "-c", "import torch"], capture_output=True).returncode
+def has_module(python: Path, name: str) -> bool:
+    """Return whether a module imports in the environment."""
+    return not subprocess.run([str(python), "-c", f"import {name}"], capture_output=True).returncode
 
 
-def install(folder: Path, lists: list[Path]) -> None:
-    """Install pinned lists, torch where it is missing, and this package in place."""
+def install(folder: Path, lists: list[Path], *, with_triton: bool) -> None:
+    """Install pinned lists, torch and Triton where they are missing, and this package in place."""
     python = bin_folder(folder) / ("python.exe" if os.name == "nt" else "python")
     for file in lists:
         say(f"installing {file.relative_to(ROOT)} (torch not included)")
         pip_install(python, "--no-deps", "-r", str(file))
-    if not has_torch(python):
+    if not has_module(python, "torch"):
         say(
             "this Python has no usable torch: downloading torch 2.13.0. The CPU build is 0.2 GB; "
             "where the package index serves the CUDA build (PyPI on Linux) it is about 3 GB. "
@@ -101,6 +101,9 @@ def install(folder: Path, lists: list[Path]) -> None:
         )
         pins = str(ROOT / "requirements" / "engine.txt")
         pip_install(python, "-r", "requirements/torch.txt", "-c", pins, quiet=False)
+    if with_triton and sys.platform == "linux" and not has_module(python, "triton"):
+        say("this torch has no Triton: downloading it for the tests of the kernels, 0.3 GB")
+        pip_install(python, "--no-deps", "-r", "requirements/triton.txt")
     pip_install(python, "--no-deps", "--no-build-isolation", "-e", ".")
 
 
@@ -109,13 +112,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="virtual environment to make or bring up to date")
     parser.add_argument("lists", type=Path, nargs="+", help="pinned requirement lists to install")
+    parser.add_argument("--with-triton", action="store_true", help="Triton too, if missing")
     arguments = parser.parse_args()
     if sys.version_info < OLDEST_PYTHON:
         raise fail(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}")
     folder = arguments.folder.resolve()
     if not (folder / "pyvenv.cfg").is_file():
         create(folder)
-    install(folder, [file.resolve() for file in arguments.lists])
+    lists = [file.resolve() for file in arguments.lists]
+    install(folder, lists, with_triton=arguments.with_triton)
 
 
 if __name__ == "__main__":
