@@ -121,6 +121,8 @@ class EngineConfig:
 
     Attributes:
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
+        verify_rows: most rows of a verify step over all requests, chosen by the drafter's
+            confidence; each running request has one in any case; None verifies every draft.
         dtype: of weights, activations and rings: "auto", "float32", "bfloat16" or "float16".
         state_dtype: of the recurrent state; "auto" follows the checkpoint.
         device: "auto", "cpu", "cuda" or "cuda:N".
@@ -129,6 +131,7 @@ class EngineConfig:
     """
 
     draft_tokens: int = 3
+    verify_rows: int | None = None
     dtype: str = "auto"
     state_dtype: str = "auto"
     device: str = "auto"
@@ -137,6 +140,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
+        if self.verify_rows is not None:
+            _integer("verify_rows", self.verify_rows, 1)
         for name in ("dtype", "state_dtype"):
             value = getattr(self, name)
             allowed = ("auto", "float32", "bfloat16", "float16")

@@ -93,6 +93,31 @@ def test_adversarial_drafters(
     assert sum(request.stats.folds for request in requests) > 0
 
 
+@pytest.mark.parametrize("verify_rows", [1, 14, 20, 33])
+def test_rows_chosen_by_confidence(
+    tiny: TinyCheckpoint, plain: list[list[int]], verify_rows: int
+) -> None:
+    """The head's own confidences choose; tokens stay the plain ones."""
+    llm = LLM(tiny.folder, draft_tokens=5, device="cpu", verify_rows=verify_rows)
+    results = llm.generate(prompt_token_ids=make_prompts(12), sampling_params=make_params(12))
+    assert tokens_of(results) == plain
+    counts = {count for r in results for count in r.stats.drafted_per_step}
+    assert counts == {0} if verify_rows == 1 else len(counts) > 2
+
+
+def test_rows_chosen_by_wild_confidences(tiny: TinyCheckpoint, plain: list[list[int]]) -> None:
+    """NaN, infinite and negative confidences leave the plan valid and the tokens right."""
+    prompts, params = make_prompts(12), make_params(12)
+    known = {tuple(p): tokens for p, tokens in zip(prompts, plain, strict=True)}
+    engine = scripted_engine(tiny.folder, known, random_script(3), 5, verify_rows=30)
+    rng = random.Random(4)
+    wild = [0.0, 1.0, 0.3, 0.99, float("nan"), float("inf"), -1.0]
+    engine.runner.drafter.confidence = lambda: rng.choice(wild)
+    requests = run(engine, prompts, params)
+    assert [request.token_ids for request in requests] == plain
+    assert {n for r in requests for n in r.stats.drafted_per_step} == {0, 1, 2, 3, 4, 5}
+
+
 def test_requests_that_join_and_leave(tiny: TinyCheckpoint, plain: list[list[int]]) -> None:
     prompts, params = make_prompts(12), make_params(12)
     known = {tuple(p): tokens for p, tokens in zip(prompts, plain, strict=True)}
@@ -229,7 +254,7 @@ def test_zero_committed_in_the_middle_of_a_batch(
         running = list(engine.scheduler.running)
         if running:
             with torch.inference_mode():
-                rows = [[r.newest_token, *r.drafts] for r in running]
+                rows = [[r.newest_token, *r.draft.tokens] for r in running]
                 starts = [r.num_tokens - 1 for r in running]
                 verified = verify_drafts(
                     engine.model,

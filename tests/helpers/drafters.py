@@ -12,7 +12,7 @@ from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.request import Request
 from hybridspec.runtime import Step
-from hybridspec.speculate import ChoiceRule
+from hybridspec.speculate import ChoiceRule, Draft
 
 __all__ = ["ScriptedDrafter", "run", "scripted_engine"]
 
@@ -27,6 +27,7 @@ class ScriptedDrafter:
         self.continuations = continuations
         self.script = script
         self.engine: Engine | None = None
+        self.confidence: Callable[[], float] = lambda: 0.5
 
     def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
         return hidden
@@ -38,14 +39,17 @@ class ScriptedDrafter:
         starts: Sequence[int],
         num_drafts: Sequence[int],
         rules: Sequence[ChoiceRule],
-    ) -> list[list[int]]:
+        *,
+        has_confidences: bool,
+    ) -> list[Draft]:
         scheduler = self.engine.scheduler
         by_slot = {r.slot: r for r in [*scheduler.running, *scheduler.prefilling]}
         drafts = []
         for slot, start, count in zip(slots, starts, num_drafts, strict=True):
             prompt = tuple(by_slot[slot].prompt_token_ids)
             right, first = self.continuations[prompt], start + 1 - len(prompt)
-            drafts.append([self.script(right[i], i) for i in range(first, first + count)])
+            tokens = [self.script(right[i], i) for i in range(first, first + count)]
+            drafts.append(Draft(tokens, [self.confidence() for _ in tokens]))
         return drafts
 
 
@@ -66,11 +70,16 @@ def random_script(seed: int) -> Script:
 
 
 def scripted_engine(
-    folder: Path, continuations: dict[tuple[int, ...], list[int]], script: Script, k: int
+    folder: Path,
+    continuations: dict[tuple[int, ...], list[int]],
+    script: Script,
+    k: int,
+    *,
+    verify_rows: int | None = None,
 ) -> Engine:
     """An engine whose drafts follow a script."""
     drafter = ScriptedDrafter(continuations, script)
-    config = EngineConfig(draft_tokens=k, device="cpu", dtype="float32")
+    config = EngineConfig(draft_tokens=k, device="cpu", dtype="float32", verify_rows=verify_rows)
     drafter.engine = Engine(folder, config, drafter=drafter)
     return drafter.engine
 

@@ -65,7 +65,13 @@ class Engine:
         self.scheduler = Scheduler(self.allocator)
         if drafter is None and self.config.draft_tokens > 0:
             drafter = MtpDrafter(self.model, self.pools)
-        self.runner = Runner(self.model, self.pools, drafter, self.config.draft_tokens)
+        self.runner = Runner(
+            self.model,
+            self.pools,
+            drafter,
+            draft_tokens=self.config.draft_tokens,
+            verify_rows=self.config.verify_rows,
+        )
         self._ids = itertools.count()
 
     @property

@@ -63,6 +63,8 @@ class LLM:
     Args:
         model: folder in Hugging Face layout, or "bundled" for the model in this package.
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
+        verify_rows: most rows of a verify step over all requests, the most probable drafts first;
+            each running request has one in any case; None verifies every draft.
         dtype: of weights, activations and rings; "auto" is float32 on CPU, else the file's.
         state_dtype: of the recurrent state; "auto" is the checkpoint's.
         device: "auto", "cpu", "cuda" or "cuda:N".
@@ -80,6 +82,7 @@ class LLM:
         model: str | Path,
         *,
         draft_tokens: int = 3,
+        verify_rows: int | None = None,
         dtype: str = "auto",
         state_dtype: str = "auto",
         device: str = "auto",
@@ -88,6 +91,7 @@ class LLM:
     ) -> None:
         config = EngineConfig(
             draft_tokens=draft_tokens,
+            verify_rows=verify_rows,
             dtype=dtype,
             state_dtype=state_dtype,
             device=device,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hybridspec.config import SamplingParams
 from hybridspec.engine.outputs import CompletionOutput, RequestOutput, RequestStats, StepOutput
 from hybridspec.models.tokenizer import Detokenizer
-from hybridspec.speculate import ChoiceRule
+from hybridspec.speculate import ChoiceRule, Draft
 
 __all__ = ["Request"]
 
@@ -26,7 +26,7 @@ class Request:
         limit: most tokens to generate.
         detokenizer: turns tokens into text; None without a tokenizer.
         token_ids: tokens generated so far.
-        drafts: proposed tokens, verified in the next step.
+        draft: what is proposed for the next step.
         slot: index in the pools while running, else None.
         num_prefilled: prompt rows already processed.
         outbox: step outputs that were not fetched yet.
@@ -41,7 +41,7 @@ class Request:
     limit: int
     detokenizer: Detokenizer | None
     token_ids: list[int] = field(default_factory=list)
-    drafts: list[int] = field(default_factory=list)
+    draft: Draft = Draft([], [])
     slot: int | None = None
     num_prefilled: int = 0
     outbox: list[StepOutput] = field(default_factory=list)

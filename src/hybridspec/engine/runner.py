@@ -17,6 +17,7 @@ from hybridspec.speculate import (
     choose_tokens,
     commit_rows,
     layout_rows,
+    plan_drafts,
     verify_drafts,
 )
 
@@ -31,15 +32,23 @@ class Runner:
         pools: the memories of all requests.
         drafter: proposes tokens; None decodes without drafts.
         draft_tokens: most drafts per request and step.
+        verify_rows: most rows of a verify step over all requests; None verifies every draft.
     """
 
     def __init__(
-        self, model: HybridModel, pools: Pools, drafter: Drafter | None, draft_tokens: int
+        self,
+        model: HybridModel,
+        pools: Pools,
+        drafter: Drafter | None,
+        *,
+        draft_tokens: int,
+        verify_rows: int | None,
     ) -> None:
         self.model = model
         self.pools = pools
         self.drafter = drafter
         self.draft_tokens = draft_tokens
+        self.verify_rows = verify_rows
 
     def prefill(self, chunks: Sequence[tuple[Request, int]]) -> None:
         """Process the next prompt rows of some requests; those at their end get a first token."""
@@ -92,12 +101,12 @@ class Runner:
     def decode(self, requests: Sequence[Request]) -> None:
         """Verify every request's drafts, commit what is right, and draft anew."""
         started = time.perf_counter()
-        drafted = [request.drafts for request in requests]
+        drafted = self._planned(requests)
         verified = verify_drafts(
             self.model,
             self.pools,
             _slots(requests),
-            [[request.newest_token, *request.drafts] for request in requests],
+            [[r.newest_token, *tokens] for r, tokens in zip(requests, drafted, strict=True)],
             [request.num_tokens - 1 for request in requests],
             [request.rule for request in requests],
         )
@@ -118,6 +127,15 @@ class Runner:
             last = "bonus" if num_accepted == len(drafted[b]) else "recovered"
             origins = (["accepted"] * num_accepted + [last])[: taken[b]]
             _post(request, origins, drafted[b], verified.history_len[b], verified.is_fold[b])
+
+    def _planned(self, requests: Sequence[Request]) -> list[list[int]]:
+        """The drafts of each request that this step verifies."""
+        tokens = [request.draft.tokens for request in requests]
+        if self.verify_rows is None or len(tokens) + sum(map(len, tokens)) <= self.verify_rows:
+            return tokens
+        drafts = [request.draft for request in requests]
+        counts = plan_drafts(drafts, self.verify_rows, self.pools.device)
+        return [mine[:count] for mine, count in zip(tokens, counts, strict=True)]
 
     def _commit_and_draft(
         self, requests: Sequence[Request], verified: Verified, taken: Sequence[int]
@@ -157,9 +175,10 @@ class Runner:
             [request.num_tokens - 1 for request in requests],
             [min(self.draft_tokens, request.max_useful_drafts) for request in requests],
             [request.rule for request in requests],
+            has_confidences=self.verify_rows is not None,
         )
-        for request, tokens in zip(requests, drafts, strict=True):
-            request.drafts = tokens
+        for request, draft in zip(requests, drafts, strict=True):
+            request.draft = draft
 
 
 def _slots(requests: Sequence[Request]) -> list[int]:

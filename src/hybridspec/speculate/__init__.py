@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from hybridspec.speculate.accept import accept_prefix
 from hybridspec.speculate.choose import ChoiceRule, choose_tokens
-from hybridspec.speculate.draft import Drafter, MtpDrafter
+from hybridspec.speculate.draft import Draft, Drafter, MtpDrafter
+from hybridspec.speculate.plan import plan_drafts
 from hybridspec.speculate.verify import Verified, commit_rows, layout_rows, verify_drafts
 
 __all__ = [
     "ChoiceRule",
+    "Draft",
     "Drafter",
     "MtpDrafter",
     "Verified",
@@ -16,5 +18,6 @@ __all__ = [
     "choose_tokens",
     "commit_rows",
     "layout_rows",
+    "plan_drafts",
     "verify_drafts",
 ]

@@ -8,8 +8,10 @@ outputs; what it appends while drafting lies past the cursor and is overwritten 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hybridspec.models import HybridModel
@@ -17,7 +19,20 @@ from hybridspec.runtime import Pools, Step
 from hybridspec.speculate.choose import ChoiceRule, choose_tokens
 from hybridspec.speculate.verify import layout_rows
 
-__all__ = ["Drafter", "MtpDrafter"]
+__all__ = ["Draft", "Drafter", "MtpDrafter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is proposed for one request.
+
+    Attributes:
+        tokens: proposed tokens, in order.
+        confidences: the drafter's probability of each; empty if nobody asked.
+    """
+
+    tokens: list[int]
+    confidences: list[float]
 
 
 class Drafter(Protocol):
@@ -34,7 +49,9 @@ class Drafter(Protocol):
         starts: Sequence[int],
         num_drafts: Sequence[int],
         rules: Sequence[ChoiceRule],
-    ) -> list[list[int]]:
+        *,
+        has_confidences: bool,
+    ) -> list[Draft]:
         """Propose `num_drafts[b]` tokens after the newest token of each request."""
         ...
 
@@ -71,7 +88,9 @@ class MtpDrafter:
         starts: Sequence[int],
         num_drafts: Sequence[int],
         rules: Sequence[ChoiceRule],
-    ) -> list[list[int]]:
+        *,
+        has_confidences: bool,
+    ) -> list[Draft]:
         """Propose tokens one after the other.
 
         Args:
@@ -81,22 +100,29 @@ class MtpDrafter:
                 before it are in the head's log.
             num_drafts: how many tokens to propose for each request, 0 allowed.
             rules: how each request's tokens are chosen.
+            has_confidences: whether to report the head's probability of each draft.
         """
-        drafts: list[list[int]] = [[] for _ in slots]
+        drafts = [Draft([], []) for _ in slots]
         active = [b for b, count in enumerate(num_drafts) if count > 0]
         if not active:
             return drafts
         hidden = last_hidden if len(active) == len(slots) else last_hidden[active]
         cursor = self.pools.seq_len.clone()
         while True:
-            done = len(drafts[active[0]])
+            done = len(drafts[active[0]].tokens)
+            logits = self.model.logits(hidden)
+            probs = torch.softmax(logits, -1) if has_confidences else None
             tokens = choose_tokens(
-                self.model.logits(hidden),
+                logits,
                 [rules[b] for b in active],
                 [starts[b] + done + 1 for b in active],
             )
             for b, token in zip(active, tokens.tolist(), strict=True):
-                drafts[b].append(token)
+                drafts[b].tokens.append(token)
+            if probs is not None:
+                chosen = probs.gather(1, tokens[:, None])[:, 0].tolist()
+                for b, confidence in zip(active, chosen, strict=True):
+                    drafts[b].confidences.append(confidence)
             keep = [i for i, b in enumerate(active) if num_drafts[b] > done + 1]
             if not keep:
                 return drafts
