@@ -129,6 +129,7 @@ def test_fake_tensors_pass_through() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     call = clean_call()
+    rows = row_arguments(call)
     with FakeTensorMode() as mode:
         fake = mode.from_tensor
         ring = RingView(
@@ -138,10 +139,10 @@ def test_fake_tensors_pass_through() -> None:
                 if field.name != "max_window"
             }
         )
-        rows = (fake(part) for part in row_arguments(call))
         out = gated_delta_rule.verify(
-            *rows, ring, fake(call.cu_seqlens), fake(call.slot_tensor), max_verify_tokens=3
-        )
+            *(fake(part) for part in rows), ring, fake(call.cu_seqlens), fake(call.slot_tensor),
+            max_verify_tokens=3,
+        )  # fmt: skip
     assert out.shape == (5, 2, 4)
 
 

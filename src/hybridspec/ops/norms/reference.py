@@ -22,6 +22,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS-normalise the last dimension, with a weight stored as its difference from one.
 
     y = x / sqrt(mean(x^2) + eps) * (1 + weight)
+
+    Args:
+        x: [..., D], any float dtype; in.
+        weight: [D], any float dtype; in.
+        eps: added to the mean square.
+
+    Returns:
+        [..., D] in the dtype of `x`.
+
+    Raises:
+        RuntimeError: if the sizes differ.
+
+    Numerics:
+        fp32 (fp64 if `x` is), rounded once at the end.
+
+    Source:
+        RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), equation 4; the form of the weight is
+        that of the Qwen3-Next and Qwen3.5 checkpoints.
     """
     dtype = _wide_dtype(x)
     y = F.rms_norm(widened(x, dtype), weight.shape, widened(weight, dtype) + 1.0, eps)
@@ -31,7 +49,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS-normalise the last dimension, weigh it, and multiply with silu(gate).
 
-    y = cast(cast(x / sqrt(mean(x^2) + eps)) * weight * silu(gate))
+    y = round(x / sqrt(mean(x^2) + eps)) * weight * silu(gate)
+
+    Args:
+        x: [..., D], any float dtype; in.
+        gate: [..., D], any float dtype; in.
+        weight: [D], any float dtype; in.
+        eps: added to the mean square.
+
+    Returns:
+        [..., D] in the dtype of `x`.
+
+    Raises:
+        RuntimeError: if the sizes differ.
+
+    Numerics:
+        fp32 (fp64 if `x` is). The normalised row is rounded to the dtype of `x` before it meets the
+        weight, and the result at the end, as the checkpoints' own modelling code does.
+
+    Source:
+        The output norm of Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), section 3.4.
     """
     dtype = _wide_dtype(x)
     normed = widened(F.rms_norm(widened(x, dtype), weight.shape, None, eps), x.dtype) * weight
@@ -42,6 +79,20 @@ def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Scale the last dimension to length one.
 
     y = x / sqrt(sum(x^2) + eps)
+
+    Args:
+        x: [..., D], any float dtype; in.
+        eps: added to the sum of squares.
+
+    Returns:
+        [..., D] in the dtype of `x`.
+
+    Numerics:
+        fp32 (fp64 if `x` is), rounded once at the end.
+
+    Source:
+        The query and key norm of Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464),
+        section 3.4; eps sits under the root, as in the checkpoints' own modelling code.
     """
     wide = widened(x, _wide_dtype(x))
     inverse = torch.linalg.vecdot(wide, wide).add_(eps).rsqrt_()
@@ -54,6 +105,23 @@ def gdn_gates(
     """Compute log-decay and write strength of every token and value head.
 
     log_decay = -exp(A_log) softplus(a + dt_bias),  beta = beta_scale sigmoid(b)
+
+    Args:
+        a: [..., HV], any float dtype; in.
+        b: [..., HV], any float dtype; in.
+        A_log: [HV]; in.
+        dt_bias: [HV]; in.
+        beta_scale: 2 lets the state have negative eigenvalues.
+
+    Returns:
+        log_decay and beta, [..., HV], fp32 (fp64 if `a` is).
+
+    Numerics:
+        In the dtype of the result; softplus(x) is x above 20.
+
+    Source:
+        Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), section 3.4, with the gate of
+        Mamba2 (Dao and Gu 2024, arXiv:2405.21060).
     """
     dtype = _wide_dtype(a)
     softplus = F.softplus(widened(a, dtype) + widened(dt_bias, dtype))
