@@ -152,6 +152,12 @@ def _add_speculation(parser: argparse.ArgumentParser, *, is_optional: bool) -> N
         metavar="K",
         help=f"drafts per step, 0..{MAX_DRAFT_TOKENS} (default: {default})",
     )
+    group.add_argument(
+        "--verify-rows",
+        type=int,
+        metavar="N",
+        help="rows checked per step over all requests, most probable drafts first (default: all)",
+    )
     if is_optional:
         group.add_argument(
             "--no-speculation", action="store_true", help="plain decoding, the same as 0 drafts"

@@ -7,6 +7,7 @@ import operator
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ class Engine:
                 f"device: expected one of the {torch.cuda.device_count()} CUDA devices that torch "
                 f"sees here, got {device!r}"
             )
-        dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+        dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
         self.model: HybridModel = load_model(folder, dtype=dtype, device=device)
         self.tokenizer = load_tokenizer(folder)
         self.config, pool_plan = plan_pools(self.model, config, has_drafter=drafter is not None)
@@ -84,13 +85,15 @@ class Engine:
         Raises:
             ValueError: if the prompt or a parameter does not fit the model.
         """
-        text = prompt if isinstance(prompt, str) else None
-        if text is not None and self.tokenizer is None:
-            raise ValueError(
-                f"prompt: {self.folder} has no tokenizer.json, so text cannot be used; "
-                f"give prompt_token_ids"
-            )
-        ids = self._checked(self.tokenizer.encode(text) if text is not None else prompt)
+        text = None
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"prompt: {self.folder} has no tokenizer.json, so text cannot be used; "
+                    f"give prompt_token_ids"
+                )
+            text, prompt = prompt, self.tokenizer.encode(prompt)
+        ids = self._checked(prompt)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: needs a tokenizer.json in the model folder; there is none")
         vocab = self.model.config.vocab_size
@@ -100,6 +103,7 @@ class Engine:
                     f"stop_token_ids: expected ids below the vocabulary size {vocab}, got {token}"
                 )
         max_len = self.config.max_model_len
+        assert max_len is not None  # resolved when the model was loaded
         limit = max_len - len(ids)
         if params.max_tokens is not None:
             limit = min(limit, params.max_tokens)
@@ -146,6 +150,7 @@ class Engine:
                 raise ValueError(f"prompt_token_ids: expected ids in 0..{vocab - 1}, got {number}")
             checked.append(number)
         max_len = self.config.max_model_len
+        assert max_len is not None
         if len(ids) >= max_len:
             raise ValueError(
                 f"prompt: expected fewer tokens than the context of {max_len}, got {len(ids)}"

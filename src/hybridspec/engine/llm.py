@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from hybridspec.bundled import bundled_model_path
 from hybridspec.config import EngineConfig, SamplingParams
@@ -180,7 +178,7 @@ class LLM:
             model=str(engine.folder),
             config=self.config,
             model_config=engine.model.config,
-            num_parameters=_count_parameters(engine.model),
+            num_parameters=engine.model.num_parameters,
             has_mtp=engine.model.mtp is not None,
             backends=_backends(pools.device.type),
             request_bytes=parts,
@@ -234,7 +232,7 @@ class LLM:
 def _prompt_list(
     prompts: str | Sequence[str] | None,
     prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-) -> list[str] | list[Sequence[int]]:
+) -> list[Any]:
     """Bring every accepted form of prompts into one list."""
     if (prompts is None) == (prompt_token_ids is None):
         raise ValueError("prompts: give either prompts or prompt_token_ids, and not both")
@@ -267,17 +265,3 @@ def _backends(device: str) -> dict[str, tuple[str, str]]:
     reason = f"plain PyTorch, the only backend of this op on {device}"
     ops = ("gated_delta_rule", "causal_conv1d", "paged_attention", "sampling")
     return dict.fromkeys(ops, ("reference", reason))
-
-
-def _count_parameters(part: Any, seen: set[int] | None = None) -> int:
-    """Elements of all distinct tensors of a model made of dataclasses and tuples."""
-    seen = set() if seen is None else seen
-    if isinstance(part, Tensor):
-        is_new = part.data_ptr() not in seen
-        seen.add(part.data_ptr())
-        return part.numel() if is_new else 0
-    if isinstance(part, tuple):
-        return sum(_count_parameters(item, seen) for item in part)
-    if is_dataclass(part):
-        return sum(_count_parameters(getattr(part, f.name), seen) for f in fields(part))
-    return 0

@@ -33,6 +33,7 @@ class HybridModel:
         norm: the final norm.
         head: matrix of the LM head, [vocab, D].
         rotary: shared by all attention layers.
+        num_parameters: weights in the files, the draft head's included.
         mtp: the draft head, or None where the checkpoint has none.
     """
 
@@ -44,6 +45,7 @@ class HybridModel:
     norm: RmsNorm
     head: Tensor
     rotary: RotaryTable
+    num_parameters: int
     mtp: MtpHead | None
 
     def forward(self, token_ids: Tensor, step: Step, pools: Pools) -> Tensor:
@@ -112,19 +114,22 @@ def load_model(
         config.rotary_dim, config.rope_theta, dtype=reader.vector_dtype, device=device
     )
     embedding = reader.embedding()
-    model = HybridModel(
+    parts = {
+        "layers": tuple(reader.trunk_layer(i) for i in range(config.num_layers)),
+        "norm": reader.final_norm(),
+        "head": reader.head(embedding),
+        "mtp": _load_mtp(reader, embedding, rotary) if reader.has_mtp else None,
+    }
+    checkpoint.require_all_read()
+    return HybridModel(
         config=config,
         dtype=dtype,
         device=device,
         embedding=embedding,
-        layers=tuple(reader.trunk_layer(i) for i in range(config.num_layers)),
-        norm=reader.final_norm(),
-        head=reader.head(embedding),
         rotary=rotary,
-        mtp=_load_mtp(reader, embedding, rotary) if reader.has_mtp else None,
+        num_parameters=checkpoint.num_parameters,
+        **parts,
     )
-    checkpoint.require_all_read()
-    return model
 
 
 def _load_mtp(reader: WeightReader, embedding: Tensor, rotary: RotaryTable) -> MtpHead:

@@ -39,12 +39,16 @@ class Checkpoint:
         folder: holds `model.safetensors`, or `model.safetensors.index.json` and its shards.
         device: where tensors are read to.
 
+    Attributes:
+        num_parameters: elements of the tensors read so far.
+
     Raises:
         CheckpointError: if files are missing or broken.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.device = device
+        self.num_parameters = 0
         self._files: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
         self._unread: set[str] = set()
@@ -120,6 +124,7 @@ class Checkpoint:
         self._dtype(name, stored)
         self._unread.discard(name)
         tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        self.num_parameters += tensor.numel()
         return tensor.to(dtype)
 
     def skip(self, name: str) -> None:
