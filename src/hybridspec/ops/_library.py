@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 __all__ = ["LIBRARY", "register"]
 
@@ -20,17 +21,30 @@ def _fake(*args: object, **kwargs: object) -> None:
 
 
 def register(schema: str, implementation: Callable[..., None]) -> Callable[..., None]:
-    """Define `hybridspec::<name>` for every device and return the callable overload.
+    """Define `hybridspec::<name>` for every device and return a function that calls it.
+
+    Where there is nothing to trace and nothing to differentiate, the function calls the
+    implementation itself: passing two dozen arguments through the dispatcher costs as much as ten
+    operators of a small model.
 
     Args:
         schema: name and arguments without the result, such as `"scale(Tensor(a!) x, float s)"`.
         implementation: called with the arguments in schema order; chooses its backend itself.
 
     Returns:
-        The operator `torch.ops.hybridspec.<name>.default`.
+        A function of the schema's arguments, all positional.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(f"{schema} -> ()")
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hybridspec::{name}", _fake, lib=LIBRARY)
-    return getattr(torch.ops.hybridspec, name).default
+    op = getattr(torch.ops.hybridspec, name).default
+
+    def call(*args: object) -> None:
+        is_plain = type(args[0]) is Tensor and not torch.is_grad_enabled()
+        if is_plain and not torch.compiler.is_compiling():
+            implementation(*args)
+        else:
+            op(*args)
+
+    return call

@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.gdn_cases import Case, Dtypes, Geometry, VerifyCall, assert_same_bits
 from hybridspec.ops import gated_delta_rule
@@ -98,9 +99,10 @@ def test_a_step_compiles_as_one_graph(backend: str) -> None:
     counts = torch.tensor([3, 2], dtype=torch.int32)
     plain, compiled = clean_call(history=15), clean_call(history=15)
     graph = torch.compile(step, fullgraph=True, backend=backend)
-    for _ in range(3):
-        expected = step(plain.inputs(), plain, plain.pools.ring, counts)
-        actual = graph(compiled.inputs(), compiled, compiled.pools.ring, counts)
+    for has_grad in (True, False, False):
+        with torch.set_grad_enabled(has_grad):
+            expected = step(plain.inputs(), plain, plain.pools.ring, counts)
+            actual = graph(compiled.inputs(), compiled, compiled.pools.ring, counts)
         assert_same_bits(actual, expected)
         for one, other in zip(compiled.pools.tensors(), plain.pools.tensors(), strict=True):
             assert_same_bits(one, other)
@@ -146,13 +148,37 @@ def test_fake_tensors_pass_through() -> None:
     assert out.shape == (5, 2, 4)
 
 
-def test_an_op_registers_under_its_name() -> None:
-    def double(x: Tensor, factor: float) -> None:
+class Names(TorchDispatchMode):
+    """Collects the names of the operators that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_op_meets_the_dispatcher_only_where_it_may_matter() -> None:
+    def scale(x: Tensor, factor: float) -> None:
         x.mul_(factor)
 
-    op = register("test_only_scale(Tensor(a!) x, float factor)", double)
+    scaled = register("test_only_scale(Tensor(a!) x, float factor)", scale)
     x = torch.ones(3)
-    op(x, 2.0)
-    assert x.tolist() == [2.0, 2.0, 2.0]
-    assert op is OPS.test_only_scale.default
-    torch.library.opcheck(op, (x, 3.0))
+    with Names() as names:
+        scaled(x, 2.0)
+        with torch.no_grad():
+            scaled(x, 2.0)
+    assert names.seen == ["hybridspec.test_only_scale.default", "aten.mul_.Tensor"]
+    assert x.tolist() == [4.0, 4.0, 4.0]
+    torch.library.opcheck(OPS.test_only_scale.default, (x, 3.0))
+
+
+def test_an_op_computes_the_same_on_both_ways() -> None:
+    one, other = clean_call(history=15), clean_call(history=15)
+    expected = one.run()
+    with torch.no_grad():
+        assert_same_bits(other.run(), expected)
+    for tensor, same in zip(one.pools.tensors(), other.pools.tensors(), strict=True):
+        assert_same_bits(tensor, same)
