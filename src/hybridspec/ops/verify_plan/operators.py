@@ -7,7 +7,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from .._backends import always, choose_backend
+from .._backends import Supports, always, choose_backend
 from .._library import register
 from . import reference
 from .views import SamplingColumns, VerifyPlan
@@ -39,8 +39,8 @@ def _supports_triton(anchor: Tensor, num_drafts: int) -> str | None:
 
 
 # On a CPU the kernels run in Triton's interpreter only: a choice for tests, never automatic.
-_ON_DEVICE = {"triton": _supports_triton, "reference": always}
-_ON_CPU = {"reference": always, "triton": _supports_triton}
+_ON_DEVICE: dict[str, Supports] = {"triton": _supports_triton, "reference": always}
+_ON_CPU: dict[str, Supports] = {"reference": always, "triton": _supports_triton}
 
 
 def _module(op: str, backend: str, anchor: Tensor, num_drafts: int = 0) -> ModuleType:
@@ -53,9 +53,9 @@ def _module(op: str, backend: str, anchor: Tensor, num_drafts: int = 0) -> Modul
 
 
 def _select_rows(confidences, slots, num_rows, *rest) -> None:
-    *rest, backend = rest
+    *others, backend = rest
     module = _module("select_rows", backend, slots, confidences.shape[1])
-    module.select_rows(confidences, slots, num_rows, *rest)
+    module.select_rows(confidences, slots, num_rows, *others)
 
 
 def _build_params(token_ids, slots, seq_len, history_len, max_window, plan, backend) -> None:
@@ -64,9 +64,9 @@ def _build_params(token_ids, slots, seq_len, history_len, max_window, plan, back
 
 
 def _plan_step(confidences, token_ids, slots, *rest) -> None:
-    *rest, plan, backend = rest
+    *others, plan, backend = rest
     module = _module("plan_step", backend, slots, confidences.shape[1])
-    module.plan_step(confidences, token_ids, slots, *rest, VerifyPlan.of(plan))
+    module.plan_step(confidences, token_ids, slots, *others, VerifyPlan.of(plan))
 
 
 def _compact_hidden(hidden, sources, out, backend) -> None:

@@ -36,7 +36,7 @@ def survival_scores(confidences: Tensor, calibration: Tensor | None) -> Tensor:
         columns = torch.arange(num_drafts, device=safe.device)
         safe = _safe(calibration[columns, bins])
     scores = torch.empty_like(safe)
-    score = torch.ones_like(safe[:, 0]) if num_drafts else None
+    score = safe.new_ones(safe.shape[0])
     for j in range(num_drafts):
         score = score * safe[:, j]
         # Subnormal numbers count as 0: hardware may flush them or not.

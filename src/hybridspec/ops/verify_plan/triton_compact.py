@@ -30,10 +30,10 @@ def gather_rows_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < width
     source = tl.load(sources_ptr + row).to(tl.int64)
-    value = tl.load(hidden_ptr + source * hidden_stride + offs, mask=mask & (source >= 0), other=0)
-    tl.store(out_ptr + row * out_stride + offs, value, mask=mask)
+    num_loaded = tl.where(source >= 0, width, 0)
+    value = tl.load(hidden_ptr + source * hidden_stride + offs, mask=offs < num_loaded, other=0)
+    tl.store(out_ptr + row * out_stride + offs, value, mask=offs < width)
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_per_request"])

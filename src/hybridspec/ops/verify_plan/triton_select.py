@@ -91,21 +91,20 @@ def digit_counts(keys, prefix, shift, NUM_DRAFTS: tl.constexpr):
 def pick_digit(even, odd, wanted):
     """The largest digit that, with all above it, has `wanted` keys (0 if none has): the digit, its
     count, and how many keys have a larger one."""
-    above = wanted * 0
-    larger = above
-    picked = above
-    count = above
-    is_found = above
+    # Keys with this digit or a larger one, which rises as the digit falls; only this sum is serial.
+    reached = wanted * 0
+    picked = reached
+    larger = reached
+    at_least = reached + 0x7FFFFFFF
     for digit in tl.static_range(7, -1, -1):
         word = odd if digit % 2 else even
-        here = ((word >> (16 * (digit // 2))) & 0xFFFF).to(tl.int32)
-        is_pick = (is_found == 0) & ((above + here >= wanted) | (digit == 0))
-        picked = tl.where(is_pick, digit, picked)
-        count = tl.where(is_pick, here, count)
-        larger = tl.where(is_pick, above, larger)
-        is_found = tl.where(is_pick, 1, is_found)
-        above += here
-    return picked, count, larger
+        reached += ((word >> (16 * (digit // 2))) & 0xFFFF).to(tl.int32)
+        is_enough = (reached >= wanted) | (digit == 0)
+        at_least = tl.minimum(at_least, tl.where(is_enough, reached, 0x7FFFFFFF))
+        larger = tl.maximum(larger, tl.where(is_enough, 0, reached))
+        if digit > 0:
+            picked += is_enough.to(tl.int32)
+    return picked, at_least - larger, larger
 
 
 @triton.jit

@@ -39,7 +39,8 @@ class Workspace:
         live = 3 * cls.NUM_BINS
         search = live + 8
         block_sums = search + 8
-        keys = block_sums + 2 * -(-num_requests // cls.BLOCK)
+        # 16-byte boundaries, so that keys are loaded four at a time.
+        keys = block_sums + 4 * -(-num_requests // (2 * cls.BLOCK))
         return cls(
             live=live,
             search=search,

@@ -1,0 +1,22 @@
+"""The kernels without a GPU: interpreted against the reference, and compiled for three targets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from helpers.triton_process import run_interpreted, run_with_compiler
+
+HERE = Path(__file__).resolve().parent
+
+
+def test_interpreted_kernels_equal_the_reference() -> None:
+    run_interpreted(HERE / "interpreted.py")
+
+
+def test_compiled_kernels_do_not_spill() -> None:
+    reports = json.loads(run_with_compiler(HERE / "compile_kernels.py"))
+    assert {report["capability"] for report in reports} == {80, 90, 100}
+    assert len({report["kernel"] for report in reports}) == 12
+    assert [report for report in reports if report["spills"] > 0] == []
+    assert max(report["registers"] for report in reports) <= 128
