@@ -47,7 +47,7 @@ def states(pools: Pools) -> list[torch.Tensor]:
 def test_steps_that_do_not_fold_leave_states_alone(tmp_path: Path, k: int) -> None:
     """No state-sized tensor is made and the pool keeps every bit, unless the step folds."""
     # States larger than any activation, as in real models.
-    build_tiny_checkpoint(tmp_path, linear_key_head_dim=64, linear_value_head_dim=64)
+    build_tiny_checkpoint(tmp_path, linear_key_head_dim=128, linear_value_head_dim=128)
     engine = LLM(tmp_path, draft_tokens=k, device="cpu")._engine
     engine.pools.grow_slots(4)
     engine.allocator = engine.scheduler.allocator = Allocator(

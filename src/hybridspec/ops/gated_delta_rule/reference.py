@@ -29,6 +29,9 @@ __all__ = [
     "verify",
 ]
 
+# sqrt(|x|^2 + eps) is the hypotenuse of |x| and this
+_ROOT_OF_EPS = {d: torch.tensor(1e-3, dtype=d) for d in (torch.float32, torch.float64)}
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -99,7 +102,8 @@ def _append(pool: Tensor, by_head: Tensor, rows: Rows, starts: list[int]) -> Non
     for i, (slot, start, count) in enumerate(zip(rows.slots, starts, rows.lengths, strict=True)):
         mine = by_head if len(starts) == 1 else by_head.narrow(0, i * heads, heads)
         for row, at, n in _pieces(start, count, pool.shape[2]):
-            pool[slot, :, row : row + n].copy_(mine.narrow(1, at, n))
+            part = mine if n == mine.shape[1] else mine.narrow(1, at, n)
+            pool[slot, :, row : row + n].copy_(part)
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
@@ -109,9 +113,9 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def normalise_(x: Tensor) -> Tensor:
-    """Scale rows to length one, in place."""
-    inverse = torch.linalg.vecdot(x, x).add_(1e-6).rsqrt_()
-    return x.mul_(inverse.unsqueeze(-1))
+    """Scale rows to length one, in place: x / sqrt(sum(x^2) + 1e-6)."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x.div_(length.hypot_(_ROOT_OF_EPS[x.dtype].to(x.device)))
 
 
 def _tiles(state: Tensor, dtype: torch.dtype) -> list[slice]:
@@ -196,7 +200,7 @@ def delta_rows(
         # Decays above the diagonal may have overflowed; tril selects them away.
         mix.tril_(num_live)
     mix = mix.view(value_heads, 2 * size, -1)
-    if num_live:
+    if window is not None:
         base.baddbmm_(mix.narrow(2, 0, num_live), window.u)
         mix = mix.narrow(2, num_live, size)
 
@@ -242,7 +246,9 @@ def verify(
     if use_qk_l2norm:
         normalise_(x)
     log_decay, beta = gdn_gates(widened(a, dtype), b, A_log, dt_bias, beta_scale)
-    cum = rows.by_head(log_decay).cumsum(1)
+    cum = rows.by_head(log_decay)
+    if rows.size > 1:
+        cum = cum.cumsum(1)
 
     def read(weighted: Tensor) -> Tensor:
         if len(rows.slots) == 1:
