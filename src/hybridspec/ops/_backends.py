@@ -55,11 +55,11 @@ def choose_backend(
                 return name
         reasons = "; ".join(f"{name}: {supports(*args)}" for name, supports in candidates.items())
         raise UnsupportedError(f"{op}: no backend serves this call ({reasons})")
-    supports = candidates.get(requested)
-    if supports is None:
+    chosen = candidates.get(requested)
+    if chosen is None:
         names = ", ".join(repr(name) for name in ("auto", *candidates))
         raise ValueError(f"backend: expected one of {names} for {op}, got {requested!r}")
-    reason = supports(*args)
+    reason = chosen(*args)
     if reason is not None:
         raise UnsupportedError(f"{op}: backend {requested!r} cannot serve this call: {reason}")
     return requested

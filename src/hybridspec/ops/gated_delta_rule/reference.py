@@ -200,7 +200,7 @@ def delta_rows(
         # Decays above the diagonal may have overflowed; tril selects them away.
         mix.tril_(num_live)
     mix = mix.view(value_heads, 2 * size, -1)
-    if window is not None:
+    if window is not None and num_live:
         base.baddbmm_(mix.narrow(2, 0, num_live), window.u)
         mix = mix.narrow(2, num_live, size)
 
