@@ -7,8 +7,8 @@ from torch import Tensor
 
 from hybridspec.ops._backends import always, choose_backend
 from hybridspec.ops._library import register
+from hybridspec.ops.gated_delta_rule import launch, reference
 from hybridspec.ops.gated_delta_rule import prefill as reference_prefill
-from hybridspec.ops.gated_delta_rule import reference
 from hybridspec.ops.gated_delta_rule.contracts import (
     check_marks,
     check_pools,
@@ -19,7 +19,9 @@ from hybridspec.ops.gated_delta_rule.ring import RingView
 
 __all__ = ["fold", "materialize", "prefill", "verify"]
 
-_BACKENDS = {"reference": always}
+_PREFILL_BACKENDS = {"reference": always}
+_VERIFY_BACKENDS = {"triton": launch.explain_verify, "reference": always}
+_ADVANCE_BACKENDS = {"triton": launch.explain_advance, "reference": always}
 _ROWS = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias"
 _RING = "Tensor ring_start, Tensor history_len, int max_window"
 _OPTIONS = "float scale, bool use_qk_l2norm, float beta_scale"
@@ -153,19 +155,24 @@ def verify(
         use_qk_l2norm: whether q and k are first scaled to length one per head.
         beta_scale: 2 lets the state have negative eigenvalues.
         out: where to write, [N, HV, V]; out.
-        backend: "auto" or "reference".
+        backend: "auto", "triton" or "reference".
 
     Returns:
         [N, HV, V] in the dtype of `v`; zeros in rows that belong to no slot.
 
     Raises:
         TypeError: for a dtype that is not supported.
+        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
         ValueError: for a wrong shape, stride, ring capacity, option or backend.
 
     Numerics:
         fp32 (fp64 if q, a or state is). Outputs are rounded once, to the dtype of `out`; appended
         rows once, to those of the ring; a folded state once, to its own. Decays are exponentials
         of differences <= 0; the triangular system is solved by substitution.
+        "triton" accumulates in fp32 and, with 16-bit activations, rounds the coefficients of its
+        matrix products to the dtype that they multiply: that of q for new rows, of the state, and
+        of the ring (fp32 tensors are multiplied in tf32); a fold rounds the decayed u once more.
+        With fp32 activations every product is full fp32.
 
     Source:
         The delta rule of Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), equation 10;
@@ -199,10 +206,11 @@ def fold(
         ring: ring of the layer; in.
         slots: slot of each request, -1 = padding, [B], int32; in.
         is_fold: which requests fold, [B], int8; in.
-        backend: "auto" or "reference".
+        backend: "auto", "triton" or "reference".
 
     Raises:
         TypeError: for a dtype that is not supported.
+        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
         ValueError: for a wrong shape, stride, ring or backend.
 
     Numerics:
@@ -239,10 +247,11 @@ def materialize(
         out_slots: slot to write, which may be the one that is read, but none that another request
             reads, [B], int32; pairs with a -1 are skipped; in.
         num_rows: live rows to take in, cut to 0..history_len, [B], int32; in.
-        backend: "auto" or "reference".
+        backend: "auto", "triton" or "reference".
 
     Raises:
         TypeError: for a dtype that is not supported.
+        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
         ValueError: for a wrong shape, stride, ring or backend.
 
     Numerics:
@@ -274,28 +283,41 @@ def _ring(
 
 def _prefill(*args) -> None:
     *call, _max_seqlen, backend = args
-    choose_backend("gated_delta_rule.prefill", backend, _BACKENDS)
+    choose_backend("gated_delta_rule.prefill", backend, _PREFILL_BACKENDS)
     reference_prefill.prefill(*call)
 
 
 def _verify(*args) -> None:
-    *call, _max_verify_tokens, backend = args
-    choose_backend("gated_delta_rule.verify", backend, _BACKENDS)
-    reference.verify(*call[:8], _ring(*call[8:14]), *call[14:])  # type: ignore[call-arg]
+    *call, max_verify_tokens, backend = args
+    tensors, ring, rest = call[:8], _ring(*call[8:14]), call[14:]
+    q, _, _, a, b, _, _, state = tensors
+    chosen = choose_backend(
+        "gated_delta_rule.verify", backend, _VERIFY_BACKENDS,
+        q, a, b, state, ring, rest[3], max_verify_tokens,
+    )  # fmt: skip
+    if chosen == "triton":
+        launch.verify(*tensors, ring, *rest, max_verify_tokens)
+    else:
+        reference.verify(*tensors, ring, *rest)
 
 
 def _fold(state: Tensor, *args) -> None:
     *ring, slots, is_fold, backend = args
-    choose_backend("gated_delta_rule.fold", backend, _BACKENDS)
-    reference.fold(state, _ring(*ring), slots, is_fold)
+    view = _ring(*ring)
+    if choose_backend("gated_delta_rule.fold", backend, _ADVANCE_BACKENDS, state, view) == "triton":
+        launch.advance(state, view, slots, slots, is_fold, is_flag=True)
+    else:
+        reference.fold(state, view, slots, is_fold)
 
 
 def _materialize(state: Tensor, *args) -> None:
     *ring, slots, out_slots, num_rows, backend = args
-    choose_backend("gated_delta_rule.materialize", backend, _BACKENDS)
-    reference.materialize(
-        state, _ring(*ring), slots.tolist(), out_slots.tolist(), num_rows.tolist()
-    )
+    view = _ring(*ring)
+    chosen = choose_backend("gated_delta_rule.materialize", backend, _ADVANCE_BACKENDS, state, view)
+    if chosen == "triton":
+        launch.advance(state, view, slots, out_slots, num_rows, is_flag=False)
+    else:
+        reference.materialize(state, view, slots.tolist(), out_slots.tolist(), num_rows.tolist())
 
 
 _prefill_op = register(

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from hybridspec.ops._backends import always, choose_backend
 from hybridspec.ops._library import register
+from hybridspec.ops.gated_delta_rule import launch_slots
 from hybridspec.ops.gated_delta_rule.contracts import check_cursors, check_marks
 
 __all__ = ["commit", "copy_slots", "decide_folds", "reset_slots"]
 
-_BACKENDS = {"reference": always}
+_CURSOR_BACKENDS = {"triton": launch_slots.explain_cursors, "reference": always}
+_SLOT_BACKENDS = {"triton": launch_slots.explain_slots, "reference": always}
 
 
 def decide_folds(
@@ -77,10 +79,11 @@ def commit(
         num_verify_tokens: rows of each request in this step, [B], int32; in-out.
         num_committed: rows to keep, [B], int32; ignored in padding; in.
         ring_capacity: ring rows (R).
-        backend: "auto" or "reference".
+        backend: "auto", "triton" or "reference".
 
     Raises:
         TypeError: for a wrong dtype.
+        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
         ValueError: for a wrong shape, capacity or backend.
 
     Numerics:
@@ -162,9 +165,17 @@ def _checked_pools(pools: Sequence[Tensor]) -> list[Tensor]:
     return list(pools)
 
 
+def _choose(name: str, backend: str, *arguments: Tensor) -> str:
+    return choose_backend(f"gated_delta_rule.{name}", backend, _CURSOR_BACKENDS, *arguments)
+
+
 def _decide_folds(
     history_len: Tensor, slots: Tensor, num_verify_tokens: Tensor, is_fold: Tensor, max_window: int
 ) -> None:
+    arguments = (history_len, slots, num_verify_tokens, is_fold)
+    if _choose("decide_folds", "auto", *arguments) == "triton":
+        launch_slots.decide_folds(*arguments, max_window)
+        return
     history = history_len.tolist()
     pairs = zip(slots.tolist(), num_verify_tokens.tolist(), strict=True)
     marks = [slot >= 0 and n > 0 and history[slot] + n > max_window for slot, n in pairs]
@@ -182,7 +193,12 @@ def _commit(
     ring_capacity: int,
     backend: str,
 ) -> None:
-    choose_backend("gated_delta_rule.commit", backend, _BACKENDS)
+    arguments = (
+        seq_len, ring_start, history_len, slots, is_fold, num_verify_tokens, num_committed
+    )  # fmt: skip
+    if _choose("commit", backend, *arguments) == "triton":
+        launch_slots.commit(*arguments, ring_capacity)
+        return
     positions, starts, lengths = seq_len.tolist(), ring_start.tolist(), history_len.tolist()
     live, rows = [], []
     marks = (slots, is_fold, num_verify_tokens, num_committed)
@@ -211,6 +227,10 @@ def _commit(
 
 
 def _copy_slots(pools: list[Tensor], src_slots: Tensor, dst_slots: Tensor) -> None:
+    name = "gated_delta_rule.copy_slots"
+    if choose_backend(name, "auto", _SLOT_BACKENDS, src_slots, pools) == "triton":
+        launch_slots.copy_slots(pools, src_slots, dst_slots)
+        return
     is_live = (src_slots >= 0) & (dst_slots >= 0)
     source, target = src_slots[is_live].long(), dst_slots[is_live].long()
     for pool in pools:
@@ -218,6 +238,10 @@ def _copy_slots(pools: list[Tensor], src_slots: Tensor, dst_slots: Tensor) -> No
 
 
 def _reset_slots(pools: list[Tensor], slots: Tensor) -> None:
+    name = "gated_delta_rule.reset_slots"
+    if choose_backend(name, "auto", _SLOT_BACKENDS, slots, pools) == "triton":
+        launch_slots.reset_slots(pools, slots)
+        return
     index = slots[slots >= 0].long()
     for pool in pools:
         pool.index_fill_(0, index, 0)

@@ -1,0 +1,113 @@
+"""Can Triton serve a device? Hardware and installed compiler are two questions.
+
+Imports neither Triton nor touches a GPU by itself: the device is asked only for a tensor that
+already lives on one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+
+import torch
+
+__all__ = [
+    "FLOATS",
+    "INTEGERS",
+    "LOWEST_CAPABILITY",
+    "compiler_version",
+    "explain_target",
+    "explain_tensors",
+    "round_up_to_power_of_two",
+]
+
+LOWEST_CAPABILITY = (8, 0)
+
+# First Triton release that was seen to emit code for a capability (compiled ahead of time; an older
+# compiler may abort the process instead of raising, so it is never asked).
+_FIRST_COMPILER = {
+    (8, 0): (3, 6),
+    (8, 6): (3, 6),
+    (8, 7): (3, 6),
+    (8, 9): (3, 6),
+    (9, 0): (3, 6),
+    (10, 0): (3, 6),
+    (10, 1): (3, 6),
+    (10, 3): (3, 6),
+    (10, 7): (3, 9),
+    (11, 0): (3, 9),
+    (12, 0): (3, 6),
+    (12, 1): (3, 6),
+}
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+INTEGERS = (torch.int8, torch.int32, torch.int64)
+
+
+@functools.cache
+def compiler_version() -> str | None:
+    """Version of the installed Triton, or None; reads package metadata only."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def explain_target(capability: tuple[int, int], version: str | None) -> str | None:
+    """Say why a device of this compute capability cannot be served, or return None.
+
+    Args:
+        capability: compute capability of the device.
+        version: installed Triton, or None.
+    """
+    name = f"sm_{capability[0]}{capability[1]}"
+    if capability < LOWEST_CAPABILITY:
+        lowest = "sm_{}{}".format(*LOWEST_CAPABILITY)
+        return (
+            f"hardware {name} lacks the matrix and copy instructions used; needs {lowest} or later"
+        )
+    if version is None:
+        return f"no compiler: Triton is not installed (device is {name})"
+    first = _FIRST_COMPILER.get(capability)
+    installed = tuple(int(part) for part in version.split(".")[:2])
+    if first is None:
+        return f"compiler: no Triton release is known to emit {name} (installed: {version})"
+    if installed < first:
+        needed = ".".join(map(str, first))
+        return f"compiler: Triton {version} does not emit {name}; needs {needed} or later"
+    return None
+
+
+@functools.cache
+def _explain_device(index: int) -> str | None:
+    if torch.version.hip is not None:
+        return "hardware: only NVIDIA devices are supported"
+    return explain_target(torch.cuda.get_device_capability(index), compiler_version())
+
+
+def explain_tensors(
+    named: list[tuple[str, torch.Tensor]], dtypes: tuple[torch.dtype, ...] = FLOATS
+) -> str | None:
+    """Say why the CUDA tensors of a call cannot be served, or return None.
+
+    Args:
+        named: names and tensors; the first decides the device.
+        dtypes: dtypes that the kernel takes.
+    """
+    device = named[0][1].device
+    reason = _explain_device(device.index)
+    if reason is not None:
+        return reason
+    for name, tensor in named:
+        if tensor.device != device:
+            return f"{name} is on {tensor.device}, {named[0][0]} is on {device}"
+        if tensor.dtype not in dtypes:
+            return f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}"
+    return None
+
+
+def round_up_to_power_of_two(size: int) -> int:
+    """Smallest power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()

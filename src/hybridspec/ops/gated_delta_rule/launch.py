@@ -1,0 +1,326 @@
+"""How the Triton kernels are launched: support, tile sizes, operand types, arguments.
+
+Kernels are imported inside the functions that launch them, so this module imports without Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridspec.ops._triton_support import explain_tensors, round_up_to_power_of_two
+from hybridspec.ops.gated_delta_rule.ring import RingView
+
+__all__ = [
+    "LaunchConfig",
+    "Operands",
+    "advance",
+    "choose_operands",
+    "choose_verify_launch",
+    "explain_advance",
+    "explain_verify",
+    "verify",
+    "verify_bytes",
+]
+
+_MAX_HEAD_DIM = 256
+_MAX_TOKENS = 16
+_CACHE_LINE_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """Tile sizes of one launch of the verify kernel.
+
+    Attributes:
+        block_k: key columns per matrix product; divides K.
+        block_v: value rows of the state per loop iteration; divides V.
+        splits: programs that share the value rows of one head.
+        num_stages: depth of the copy pipeline (tiles in flight + 1).
+        num_warps: warps per program; every warp repeats the small system.
+        max_registers: cap per thread, or None.
+        prefetch_lines: cache lines of the state asked for before the small system is solved.
+    """
+
+    block_k: int
+    block_v: int
+    splits: int
+    num_stages: int
+    num_warps: int
+    max_registers: int | None
+    prefetch_lines: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operands:
+    """Types in which matrix products read their operands; they all accumulate in fp32.
+
+    Attributes:
+        act: products of new rows with each other and of coefficients with new values.
+        state: products with the state.
+        ring: products with ring rows.
+        precision: of products of fp32 operands: "ieee", or "tf32" if activations have 16 bits.
+    """
+
+    act: torch.dtype
+    state: torch.dtype
+    ring: torch.dtype
+    precision: str
+
+
+def choose_operands(act: torch.dtype, state: torch.dtype, ring: torch.dtype) -> Operands:
+    """Pick operand types: those of the tensors, or fp32 throughout for fp32 activations."""
+    if act == torch.float32:
+        return Operands(act=act, state=act, ring=act, precision="ieee")
+    return Operands(act=act, state=state, ring=ring, precision="tf32")
+
+
+def choose_verify_launch(
+    capability: tuple[int, int],
+    num_heads: int,
+    key_dim: int,
+    value_dim: int,
+    num_tokens: int,
+    operands: Operands,
+) -> LaunchConfig:
+    """Pick tile sizes for verify; tuned on an H200 with Triton 3.6, 2026-11-30.
+
+    Args:
+        capability: compute capability of the device.
+        num_heads: requests times value heads.
+        key_dim: K.
+        value_dim: V.
+        num_tokens: rows of one request that the kernel is built for, 8 or 16.
+        operands: operand types.
+    """
+    is_wide = torch.float32 in (operands.state, operands.ring)
+    num_warps = 1
+    if operands.act == torch.float32:
+        num_warps = 4
+    elif num_tokens > 8 or key_dim > 128:
+        num_warps = 4 if is_wide else 2
+    block_k = min(_largest_divisor_power(key_dim), 32 if is_wide else 64)
+    splits = 2 if num_heads <= 132 and value_dim % 32 == 0 else 1
+    tile_bytes = 16 * key_dim * operands.state.itemsize
+    lines = 2 * tile_bytes // _CACHE_LINE_BYTES if value_dim >= 32 * splits else 0
+    is_tuned = num_warps == 1 and not is_wide and capability == (9, 0)
+    return LaunchConfig(
+        block_k=block_k,
+        block_v=16,
+        splits=splits,
+        num_stages=3,
+        num_warps=num_warps,
+        max_registers=168 if is_tuned else None,
+        prefetch_lines=1 << (lines.bit_length() - 1) if lines else 0,
+    )
+
+
+def _largest_divisor_power(size: int) -> int:
+    return size & -size
+
+
+def explain_verify(
+    q: Tensor,
+    a: Tensor,
+    b: Tensor,
+    state: Tensor,
+    ring: RingView,
+    out: Tensor,
+    max_verify_tokens: int,
+) -> str | None:
+    """Say why the Triton kernel cannot serve a verify call, or return None."""
+    if not q.is_cuda:
+        return f"q is on {q.device.type}, not on a CUDA device"
+    reason = explain_tensors(
+        [
+            ("q", q),
+            ("a", a),
+            ("b", b),
+            ("state", state),
+            ("ring.k", ring.k),
+            ("ring.u", ring.u),
+            ("out", out),
+        ]
+    )
+    if reason is None and max_verify_tokens > _MAX_TOKENS:
+        reason = f"max_verify_tokens is {max_verify_tokens}, the kernel takes up to {_MAX_TOKENS}"
+    return reason or _explain_pools(state, ring)
+
+
+def explain_advance(state: Tensor, ring: RingView) -> str | None:
+    """Say why the Triton kernel cannot serve a fold or materialize call, or return None."""
+    if not state.is_cuda:
+        return f"state is on {state.device.type}, not on a CUDA device"
+    reason = explain_tensors([("state", state), ("ring.k", ring.k), ("ring.u", ring.u)])
+    return reason or _explain_pools(state, ring)
+
+
+def _explain_pools(state: Tensor, ring: RingView) -> str | None:
+    for name, size in (("K", state.shape[3]), ("V", state.shape[2])):
+        if size % 16 or size > _MAX_HEAD_DIM:
+            return f"{name} is {size}, the kernel takes multiples of 16 up to {_MAX_HEAD_DIM}"
+    if ring.k.dtype != ring.u.dtype:
+        return f"ring.k has dtype {ring.k.dtype}, ring.u has {ring.u.dtype}"
+    if ring.cum_log_decay.dtype != torch.float32 or ring.cum_log_decay.stride(2) != 1:
+        return "ring.cum_log_decay is not fp32 with a last stride of 1"
+    for name, stride in (("k", ring.k.stride(2)), ("u", ring.u.stride(2))):
+        if stride * ring.k.shape[2] >= 2**31:
+            return f"ring.{name} has a row stride of {stride}"
+    return None
+
+
+def _triton_dtype(dtype: torch.dtype):
+    import triton.language as tl
+
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[
+        dtype
+    ]
+
+
+def verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    ring: RingView,
+    cu_seqlens: Tensor,
+    slots: Tensor,
+    is_fold: Tensor | None,
+    out: Tensor,
+    scale: float,
+    use_qk_l2norm: bool,
+    beta_scale: float,
+    max_verify_tokens: int,
+    *,
+    operands: Operands | None = None,
+    config: LaunchConfig | None = None,
+) -> None:
+    """Launch the verify kernel; arguments as `api.verify`, options override the choice."""
+    from hybridspec.ops.gated_delta_rule.triton_verify import verify_kernel
+
+    num_requests, (_, value_heads, value_dim, key_dim) = slots.shape[0], state.shape
+    if num_requests == 0:
+        out.zero_()
+        return
+    num_tokens = 8 if max_verify_tokens <= 8 else _MAX_TOKENS
+    operands = operands or choose_operands(q.dtype, state.dtype, ring.k.dtype)
+    if config is None:
+        capability = torch.cuda.get_device_capability(q.device)
+        config = choose_verify_launch(
+            capability, num_requests * value_heads, key_dim, value_dim, num_tokens, operands
+        )
+    options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
+    with torch.cuda.device_of(q):
+        verify_kernel[(num_requests * value_heads * config.splits,)](
+            q, k, v, a, b, A_log, dt_bias, state, ring.k, ring.u, ring.cum_log_decay, out,
+            ring.ring_start, ring.history_len, cu_seqlens, slots, is_fold,
+            q.shape[0], num_requests, scale, beta_scale,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], a.stride(0), b.stride(0),
+            *state.stride()[:3], *ring.k.stride()[:3], *ring.u.stride()[:3],
+            *ring.cum_log_decay.stride()[:2], *out.stride()[:2],
+            H=k.shape[1],
+            HV=value_heads,
+            K=key_dim,
+            V=value_dim,
+            RING=ring.k.shape[2],
+            WINDOW=max(16, round_up_to_power_of_two(ring.max_window)),
+            TOKENS=num_tokens,
+            BLOCK_K=config.block_k,
+            BLOCK_V=config.block_v,
+            BLOCK_OUT=round_up_to_power_of_two(value_dim),
+            SPLITS=config.splits,
+            STAGES=config.num_stages,
+            ACT_OPERAND=_triton_dtype(operands.act),
+            STATE_OPERAND=_triton_dtype(operands.state),
+            RING_OPERAND=_triton_dtype(operands.ring),
+            PRECISION=operands.precision,
+            USE_L2NORM=use_qk_l2norm,
+            HAS_FOLD=is_fold is not None,
+            PREFETCH=config.prefetch_lines,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            enable_fp_fusion=True,
+            **options,
+        )  # fmt: skip
+
+
+def advance(
+    state: Tensor,
+    ring: RingView,
+    slots: Tensor,
+    out_slots: Tensor,
+    num_rows: Tensor,
+    *,
+    is_flag: bool,
+    operands: Operands | None = None,
+) -> None:
+    """Launch the kernel behind fold (`num_rows` is a flag: all or none) and materialize."""
+    from hybridspec.ops.gated_delta_rule.triton_fold import advance_kernel
+
+    num_requests, (_, value_heads, value_dim, key_dim) = slots.shape[0], state.shape
+    if num_requests == 0:
+        return
+    operands = operands or choose_operands(ring.k.dtype, state.dtype, ring.k.dtype)
+    with torch.cuda.device_of(state):
+        advance_kernel[(num_requests * value_heads * (value_dim // 16),)](
+            state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len,
+            slots, out_slots, num_rows,
+            *state.stride()[:3], *ring.k.stride()[:3], *ring.u.stride()[:3],
+            *ring.cum_log_decay.stride()[:2],
+            H=ring.k.shape[1],
+            HV=value_heads,
+            K=key_dim,
+            V=value_dim,
+            RING=ring.k.shape[2],
+            WINDOW=max(16, round_up_to_power_of_two(ring.max_window)),
+            BLOCK_K=min(_largest_divisor_power(key_dim), 64),
+            BLOCK_V=16,
+            OPERAND=_triton_dtype(operands.ring),
+            PRECISION=operands.precision,
+            IS_FLAG=is_flag,
+            num_warps=1,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+def verify_bytes(
+    history_lens: list[int],
+    num_tokens: list[int],
+    is_fold: list[bool],
+    *,
+    num_heads: int,
+    num_value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    act: torch.dtype,
+    state: torch.dtype,
+    ring: torch.dtype,
+) -> int:
+    """Count the bytes that one verify step must move: each input read once, each output written.
+
+    Args:
+        history_lens: live rows of each request.
+        num_tokens: new rows of each request.
+        is_fold: whether each request folds.
+        num_heads: H.
+        num_value_heads: HV.
+        key_dim: K.
+        value_dim: V.
+        act: dtype of q, k, v, a, b and the outputs.
+        state: dtype of the state.
+        ring: dtype of ring rows k and u.
+    """
+    keys, values = num_heads * key_dim, num_value_heads * value_dim
+    state_bytes = values * key_dim * state.itemsize
+    row_bytes = (keys + values) * ring.itemsize + 4 * num_value_heads
+    new_bytes = (2 * keys + 2 * values + 2 * num_value_heads) * act.itemsize + row_bytes
+    total = 0
+    for live, new, fold in zip(history_lens, num_tokens, is_fold, strict=True):
+        total += state_bytes * (2 if fold else 1) + live * row_bytes + new * new_bytes
+    return total
