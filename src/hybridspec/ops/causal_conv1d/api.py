@@ -8,13 +8,14 @@ from torch import Tensor
 from hybridspec.ops._backends import always, choose_backend
 from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
 from hybridspec.ops._library import register
-from hybridspec.ops.causal_conv1d import reference
+from hybridspec.ops.causal_conv1d import launch, reference
 
 __all__ = ["prefill", "verify"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
-_BACKENDS = {"reference": always}
+_PREFILL_BACKENDS = {"reference": always}
+_VERIFY_BACKENDS = {"triton": launch.explain_verify, "reference": always}
 _ARGUMENTS = (
     "(Tensor x, Tensor weight, Tensor(a!) conv_ring, Tensor seq_len, Tensor cu_seqlens, "
     "Tensor slots, int max_rows, Tensor? bias, str? activation, Tensor(b!) out, str backend)"
@@ -56,13 +57,14 @@ def verify(
         bias: added before the activation, [D]; in.
         activation: "silu" or None.
         out: where to write, [N, D], dtype of x; out.
-        backend: "auto" or "reference".
+        backend: "auto", "triton" or "reference".
 
     Returns:
         [N, D] in the dtype of `x`; zeros in rows that belong to no slot.
 
     Raises:
         TypeError: for a dtype that is not supported.
+        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
         ValueError: for a wrong shape, stride, ring capacity, activation or backend, or (reference)
             more rows in a request than `max_verify_tokens`.
 
@@ -210,13 +212,17 @@ def _check_capacity(conv_ring: Tensor, weight: Tensor, max_rows: int) -> None:
         )
 
 
-def _verify(x: Tensor, *args) -> None:
-    choose_backend("causal_conv1d.verify", args[-1], _BACKENDS)
-    reference.verify(x, *args[:-1])
+def _verify(x: Tensor, weight: Tensor, conv_ring: Tensor, *args) -> None:
+    *rest, backend = args
+    name, tensors = "causal_conv1d.verify", (x, weight, conv_ring)
+    if choose_backend(name, backend, _VERIFY_BACKENDS, *tensors, rest[-1], rest[3]) == "triton":
+        launch.verify(*tensors, *rest)
+    else:
+        reference.verify(*tensors, *rest)
 
 
 def _prefill(x: Tensor, *args) -> None:
-    choose_backend("causal_conv1d.prefill", args[-1], _BACKENDS)
+    choose_backend("causal_conv1d.prefill", args[-1], _PREFILL_BACKENDS)
     reference.prefill(x, *args[:-1])
 
 
