@@ -145,15 +145,17 @@ def variants() -> list[tuple[str, Callable[[], object]]]:
 
     for kind in ("mixed", "equal"):
         add(256, 3, kind, "fused", 2, 4, 8)
-        add(2048, 7, kind, "one block", 8, 16, 32)
+        add(2048, 7, kind, "one block", 4, 8, 16)
+        add(2048, 7, kind, "fused", 8, 16)
         add(2048, 7, kind, "many blocks", 4)
     add(8, 3, "mixed", "fused", 1, 4)
     add(64, 3, "mixed", "fused", 1, 2, 4)
     add(128, 7, "mixed", "fused", 2, 4, 8)
-    add(512, 3, "mixed", "fused", 8)
-    add(512, 3, "mixed", "one block", 4, 8)
-    add(1024, 3, "mixed", "one block", 8, 16)
-    add(1024, 3, "mixed", "many blocks", 4)
+    add(512, 3, "mixed", "fused", 4, 8, 16)
+    add(512, 3, "mixed", "one block", 8)
+    add(1024, 3, "mixed", "fused", 8, 16)
+    add(1024, 3, "mixed", "one block", 8)
+    add(4096, 7, "mixed", "one block", 8, 16)
     add(16_384, 7, "mixed", "many blocks", 4)
     found += [(f"lightllm, {rows} rows", groups_call(rows)) for rows in (1024, 20_480)]
     # The floor once more: the difference to the first reading is the noise between variants.

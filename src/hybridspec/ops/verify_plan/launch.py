@@ -53,7 +53,7 @@ def launch_config(num_requests: int, num_drafts: int) -> LaunchConfig:
     return LaunchConfig(
         is_fused=is_one_block and num_rows <= 1024,
         is_one_block=is_one_block,
-        select_warps=4 if num_requests <= 256 else 8 if num_requests <= 1024 else 16,
+        select_warps=4 if num_requests <= 128 else 8,
     )
 
 

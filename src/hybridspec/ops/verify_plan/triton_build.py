@@ -211,7 +211,7 @@ def plan_kernel(
     slot, stored, history = load_requests(slots_ptr, seq_len_ptr, history_len_ptr, b_offs, b_mask)
     token = load_tokens(tokens_ptr, tokens_stride, b_offs, b_mask, NUM_DRAFTS + 1, BLOCK_TOKENS)
 
-    start, length = select_in_block(
+    start, length, total = select_in_block(
         confidences_ptr,
         confidences_stride,
         num_drafts_ptr,
@@ -254,7 +254,6 @@ def plan_kernel(
         NUM_DRAFTS + 1,
         BLOCK_TOKENS,
     )
-    total = tl.sum(length, axis=0)
     for first in range(total // BLOCK_ROWS * BLOCK_ROWS, row_capacity, BLOCK_ROWS):
         row = first + tl.arange(0, BLOCK_ROWS)
         row_mask = (row >= total) & (row < row_capacity)

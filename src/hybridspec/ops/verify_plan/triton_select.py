@@ -2,7 +2,8 @@
 
 Scores lie in 0..1, where the bits of an fp32 number order like the number, so a score's key is its
 bit pattern: 30 bits. The search finds the largest threshold that at least the wanted number of keys
-reach, three bits at a time from the top, and stops once a whole bin is wanted.
+reach, three bits at a time from the top, and stops once a whole bin is wanted. It counts in 16-bit
+fields: a block serves at most 32,767 drafts.
 """
 
 from __future__ import annotations
@@ -11,9 +12,6 @@ import triton
 import triton.language as tl
 
 __all__ = ["safe", "select_in_block", "select_kernel", "survival_step"]
-
-# Rows and requests are counted in 16-bit fields of int64: at most 2^15 - 1 drafts a block.
-MOST_DRAFTS_IN_BLOCK = 32767
 
 
 @triton.jit
@@ -62,33 +60,33 @@ def survival_keys(
 
 
 @triton.jit
-def spread_bytes(packed):
-    """Four bytes of an int32 as four 16-bit fields of an int64."""
-    wide = packed.to(tl.int64)
-    wide = (wide | (wide << 16)) & 0x0000FFFF0000FFFF
-    return (wide | (wide << 8)) & 0x00FF00FF00FF00FF
-
-
-@triton.jit
 def digit_counts(keys, prefix, shift, NUM_DRAFTS: tl.constexpr):
     """How many keys that agree with `prefix` above bit shift + 2 have each value of bits
-    shift .. shift + 2: 16-bit fields, even values in the first word and odd ones in the second."""
-    base = prefix >> shift
+    shift .. shift + 2: words of two 16-bit fields, word w counts digits w and w + 4."""
     # Four bits per value are enough for the drafts of one request: there are at most seven.
-    nibbles = tl.zeros(keys[0].shape, tl.int32)
+    nibbles = tl.zeros(keys[0].shape, tl.uint32)
     for j in tl.static_range(NUM_DRAFTS):
-        digit = (keys[j] >> shift) - base
-        is_in = (digit >= 0) & (digit < 8)
-        nibbles += tl.where(is_in, 1 << ((digit & 7) * 4), 0)
-    # Both words side by side, so that one reduction sums them.
-    words = tl.join(spread_bytes(nibbles & 0x0F0F0F0F), spread_bytes((nibbles >> 4) & 0x0F0F0F0F))
-    sums = tl.sum(words, axis=0)
-    is_odd = tl.arange(0, 2) == 1
-    return tl.sum(tl.where(is_odd, 0, sums), axis=0), tl.sum(tl.where(is_odd, sums, 0), axis=0)
+        # A key below the prefix wraps to a large number.
+        digit = (keys[j] - prefix).to(tl.uint32, bitcast=True) >> shift
+        nibbles += tl.where(digit < 8, 1 << (digit * 4), 0)
+    counts = nibbles.to(tl.int32, bitcast=True)
+    fields: tl.constexpr = 0x000F000F
+    # All words side by side, so that one reduction over the requests sums them.
+    words = tl.join(
+        tl.join(counts & fields, (counts >> 8) & fields),
+        tl.join((counts >> 4) & fields, (counts >> 12) & fields),
+    )
+    sums = tl.reshape(tl.sum(words, axis=0), [4])
+    index = tl.arange(0, 4)
+    word0 = tl.sum(tl.where(index == 0, sums, 0), axis=0)
+    word1 = tl.sum(tl.where(index == 1, sums, 0), axis=0)
+    word2 = tl.sum(tl.where(index == 2, sums, 0), axis=0)
+    word3 = tl.sum(tl.where(index == 3, sums, 0), axis=0)
+    return word0, word1, word2, word3
 
 
 @triton.jit
-def pick_digit(even, odd, wanted):
+def pick_digit(words, wanted):
     """The largest digit that, with all above it, has `wanted` keys (0 if none has): the digit, its
     count, and how many keys have a larger one."""
     # Keys with this digit or a larger one, which rises as the digit falls; only this sum is serial.
@@ -97,8 +95,7 @@ def pick_digit(even, odd, wanted):
     larger = reached
     at_least = reached + 0x7FFFFFFF
     for digit in tl.static_range(7, -1, -1):
-        word = odd if digit % 2 else even
-        reached += ((word >> (16 * (digit // 2))) & 0xFFFF).to(tl.int32)
+        reached += (words[digit % 4] >> (16 * (digit // 4))) & 0xFFFF
         is_enough = (reached >= wanted) | (digit == 0)
         at_least = tl.minimum(at_least, tl.where(is_enough, reached, 0x7FFFFFFF))
         larger = tl.maximum(larger, tl.where(is_enough, 0, reached))
@@ -108,21 +105,36 @@ def pick_digit(even, odd, wanted):
 
 
 @triton.jit
-def find_threshold(keys, wanted, NUM_DRAFTS: tl.constexpr):
-    """Threshold and number of ties such that all keys above it and that many equal ones are the
-    `wanted` largest (or all keys, if there are fewer)."""
-    prefix = wanted * 0
-    shift = prefix + 27
-    is_whole = prefix
+def find_threshold(keys, is_live, num_rows, NUM_DRAFTS: tl.constexpr):
+    """Threshold and number of ties such that the drafts above it and that many equal ones fill
+    `num_rows` together with the first rows (or are all drafts), and the number of rows then."""
+    first_large: tl.constexpr = 0x38000000
+    counts = is_live.to(tl.int64)
+    for j in tl.static_range(NUM_DRAFTS):
+        counts += (keys[j] >= 0).to(tl.int64) << 16
+        counts += (keys[j] >= first_large).to(tl.int64) << 32
+    counts = tl.sum(counts, axis=0)
+    num_live = (counts & 0xFFFF).to(tl.int32)
+    num_keys = ((counts >> 16) & 0xFFFF).to(tl.int32)
+    num_large = (counts >> 32).to(tl.int32)
+    wanted = num_rows - num_live
+    total = num_live + tl.minimum(wanted, num_keys)
+
+    # Bits 29..27 of any score of at least 2^-15 are ones: mostly the first pass can be left out.
+    is_all = wanted >= num_keys
+    is_large = (num_large >= wanted) & (wanted < num_keys)
+    is_whole = is_all.to(tl.int32)
+    prefix = tl.where(is_large, first_large, 0)
+    shift = tl.where(is_all, -1, tl.where(is_large, 24, 27))
     while shift >= 0:
-        even, odd = digit_counts(keys, prefix, shift, NUM_DRAFTS)
-        digit, count, larger = pick_digit(even, odd, wanted)
+        words = digit_counts(keys, prefix, shift, NUM_DRAFTS)
+        digit, count, larger = pick_digit(words, wanted)
         prefix += digit << shift
         wanted -= larger
         # The whole bin is wanted: its lower bits do not matter any more.
         is_whole = (wanted >= count).to(tl.int32)
         shift = tl.where(is_whole > 0, -1, shift - 3)
-    return prefix - is_whole, tl.where(is_whole > 0, 0, wanted)
+    return prefix - is_whole, tl.where(is_whole > 0, 0, wanted), total
 
 
 @triton.jit
@@ -155,11 +167,13 @@ def select_in_block(
     NUM_BINS: tl.constexpr,
     HAS_NUM_DRAFTS: tl.constexpr,
 ):
-    """First row and number of rows of every request of a batch that fits one block."""
+    """First row and rows of every request of a batch that fits one block, and all rows' number."""
     rows = is_live.to(tl.int32)
     ties = rows * 0
-    tie_budget = num_rows * 0
-    if NUM_DRAFTS > 0:
+    if NUM_DRAFTS == 0:
+        tie_budget = num_rows * 0
+        total = tl.sum(rows, axis=0)
+    else:
         keys = survival_keys(
             confidences_ptr,
             confidences_stride,
@@ -172,11 +186,12 @@ def select_in_block(
             NUM_BINS,
             HAS_NUM_DRAFTS,
         )
-        threshold, tie_budget = find_threshold(keys, num_rows - tl.sum(rows, axis=0), NUM_DRAFTS)
+        threshold, tie_budget, total = find_threshold(keys, is_live, num_rows, NUM_DRAFTS)
         for j in tl.static_range(NUM_DRAFTS):
             rows += (keys[j] > threshold).to(tl.int32)
             ties += (keys[j] == threshold).to(tl.int32)
-    return lengths_from_ties(rows, ties, tie_budget, 0, 0)
+    start, length = lengths_from_ties(rows, ties, tie_budget, 0, 0)
+    return start, length, total
 
 
 @triton.jit(do_not_specialize=["num_requests", "out_requests", "num_rows"])
@@ -203,7 +218,7 @@ def select_kernel(
     b_mask = b_offs < num_requests
     is_live = tl.load(slots_ptr + b_offs, mask=b_mask, other=-1) >= 0
 
-    start, length = select_in_block(
+    start, length, _ = select_in_block(
         confidences_ptr,
         confidences_stride,
         num_drafts_ptr,
