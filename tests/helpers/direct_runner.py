@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.models.qwen3_5 import HybridModel
+from hybridspec.models.hybrid import HybridModel
 from hybridspec.ops import gated_delta_rule
 from hybridspec.runtime.pools import Pools
 from hybridspec.runtime.step import Step

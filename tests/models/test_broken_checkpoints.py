@@ -15,7 +15,7 @@ from tests.helpers.tiny_checkpoints import build_tiny_checkpoint
 
 from hybridspec.errors import CheckpointError, UnsupportedError
 from hybridspec.models.config import ModelConfig
-from hybridspec.models.qwen3_5 import load_model
+from hybridspec.models.hybrid import load_model
 
 Break = Callable[[Path], None]
 

@@ -10,7 +10,7 @@ from tests.helpers.direct_runner import DirectRunner
 from tests.helpers.tiny_checkpoints import TinyCheckpoint, build_tiny_checkpoint
 from transformers.cache_utils import MtpCache
 
-from hybridspec.models.qwen3_5 import load_model
+from hybridspec.models.hybrid import load_model
 
 PROMPT = [(7 * i * i + 3) % 97 for i in range(41)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridspec.models.config import GdnConfig, ModelConfig
 from hybridspec.models.mtp import MtpHead
-from hybridspec.models.qwen3_5 import HybridModel, load_model
+from hybridspec.models.hybrid import HybridModel, load_model
 from hybridspec.models.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
 __all__ = [

@@ -11,7 +11,7 @@ import torch
 from tests.helpers.direct_runner import DirectRunner
 from tests.helpers.tiny_checkpoints import TinyCheckpoint, build_tiny_checkpoint
 
-from hybridspec.models.qwen3_5 import load_model
+from hybridspec.models.hybrid import load_model
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "ratio1": {"linear_num_value_heads": 2},

@@ -1,4 +1,4 @@
-"""Qwen3.5 dense text models: Gated DeltaNet layers, every few of them a full-attention layer."""
+"""The hybrid decoder: Gated DeltaNet layers, every few of them a full-attention layer."""
 
 from __future__ import annotations
 
