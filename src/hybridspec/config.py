@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from hybridspec.errors import UnsupportedError
 
 __all__ = ["MAX_DRAFT_TOKENS", "EngineConfig", "SamplingParams"]
 
@@ -20,6 +18,11 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
     if value < low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"in {low}..{high}"
         raise ValueError(f"{name}: expected an integer {bound}, got {value}")
+
+
+def _optional_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if value is not None:
+        _integer(name, value, low, high)
 
 
 def _number(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> None:
@@ -35,7 +38,9 @@ class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
     The token at position p is argmax(processed logits + Gumbel noise(seed, p, token)), so the
-    output depends on these parameters only, not on drafts, batch or load.
+    output depends on these parameters only, not on drafts, batch or load. Logits are processed in
+    this order: logit_bias, repetition_penalty, frequency_penalty, presence_penalty, then what is
+    forbidden (bad_words, and the ends before min_tokens), temperature, top_k, top_p, min_p.
 
     Attributes:
         temperature: 0 is greedy; logits are divided by it otherwise.
@@ -48,9 +53,21 @@ class SamplingParams:
         stop: strings that end the request; the text is cut before them.
         stop_token_ids: tokens that end the request, besides the model's EOS.
         ignore_eos: go on after the model's EOS.
-
-    The parameters after these are known by name and not implemented: any other value than the
-    neutral one raises UnsupportedError.
+        n: continuations of the prompt. Continuation i has a seed made from `seed` and i; the first
+            one has `seed` itself.
+        repetition_penalty: divides the positive and multiplies the negative logits of tokens that
+            prompt or output hold; 1 changes nothing.
+        frequency_penalty: subtracted from a token's logit for each time that the output holds it.
+        presence_penalty: subtracted once if the output holds the token.
+        logit_bias: added to the logits of tokens given by id, -100..100 each.
+        bad_words: what must not be said: texts, or lists of token ids. The last token of such a
+            list is forbidden where the tokens before it, prompt included, are the others. A text
+            stands for its tokens as they are at the start of a text and behind a space; spelt with
+            other tokens it can still appear.
+        logprobs: report each token's log-probability and those of this many most likely ones, of
+            the model's own distribution: before everything above.
+        prompt_logprobs: the same for the tokens of the prompt.
+        draft_tokens: drafts per step, at most the engine's; None takes the engine's.
     """
 
     temperature: float = 1.0
@@ -63,56 +80,82 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-
     n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    bad_words: Sequence[str] | None = None
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 1e6)
         _integer("top_k", self.top_k, 0, 2**31 - 1)
         _number("top_p", self.top_p, 0.0, 1.0, above_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            _integer("seed", self.seed, 0, 2**63 - 1)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
+        _optional_integer("seed", self.seed, 0, 2**63 - 1)
+        _optional_integer("max_tokens", self.max_tokens, 1)
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens: expected at most max_tokens ({self.max_tokens}), "
                 f"got {self.min_tokens}"
             )
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"stop: expected non-empty strings, got {self.stop!r}")
-        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0)
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos: expected a bool, got {self.ignore_eos!r}")
-        neutral: dict[str, tuple[Any, ...]] = {
-            "n": (1,),
-            "presence_penalty": (0,),
-            "frequency_penalty": (0,),
-            "repetition_penalty": (1,),
-            "logit_bias": (None, {}),
-            "logprobs": (None,),
-            "prompt_logprobs": (None,),
-            "bad_words": (None, [], ()),
-        }
-        for name, values in neutral.items():
-            if getattr(self, name) not in values:
-                raise UnsupportedError(
-                    f"{name}: not implemented, got {getattr(self, name)!r}; "
-                    f"only {values[0]!r} is accepted"
-                )
+        _integer("n", self.n, 1)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above_low=True)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        object.__setattr__(self, "bad_words", _words(self.bad_words))
+        _optional_integer("logprobs", self.logprobs, 0)
+        _optional_integer("prompt_logprobs", self.prompt_logprobs, 0)
+        _optional_integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in strings):
+        raise ValueError(f"stop: expected non-empty strings, got {stop!r}")
+    return strings
+
+
+def _bias(bias: Any) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise TypeError(f"logit_bias: expected a dict from token ids to numbers, got {bias!r}")
+    for token, value in bias.items():
+        _integer("logit_bias", token, 0)
+        _number("logit_bias", value, -100.0, 100.0)
+    return dict(bias) or None
+
+
+def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
+    if words is None:
+        return ()
+    if isinstance(words, str) or not isinstance(words, Sequence):
+        raise TypeError(f"bad_words: expected a list of texts or of token id lists, got {words!r}")
+    checked: list[str | tuple[int, ...]] = []
+    for word in words:
+        if not isinstance(word, str):
+            if not isinstance(word, Sequence):
+                raise TypeError(f"bad_words: expected texts or lists of token ids, got {word!r}")
+            for token in word:
+                _integer("bad_words", token, 0)
+        if not word:
+            raise ValueError(
+                f"bad_words: expected texts and lists that are not empty, got {words!r}"
+            )
+        checked.append(word if isinstance(word, str) else tuple(word))
+    return tuple(checked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

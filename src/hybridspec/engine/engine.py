@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,13 @@ import torch
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.memory import plan_pools
 from hybridspec.engine.request import Request
+from hybridspec.engine.rules import check_params, make_rules
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
 from hybridspec.errors import CapacityError
 from hybridspec.models import HybridModel, load_model, load_tokenizer
 from hybridspec.runtime import Allocator, Pools
-from hybridspec.speculate import ChoiceRule, Drafter, MtpDrafter
+from hybridspec.speculate import Drafter, MtpDrafter
 
 __all__ = ["Engine"]
 
@@ -82,6 +82,9 @@ class Engine:
     def make_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         """Check a request without queueing it.
 
+        Returns:
+            The first of its `continuations`.
+
         Raises:
             ValueError: if the prompt or a parameter does not fit the model.
         """
@@ -94,14 +97,13 @@ class Engine:
                 )
             text, prompt = prompt, self.tokenizer.encode(prompt)
         ids = self._checked(prompt)
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop: needs a tokenizer.json in the model folder; there is none")
         vocab = self.model.config.vocab_size
-        for token in params.stop_token_ids:
-            if token >= vocab:
-                raise ValueError(
-                    f"stop_token_ids: expected ids below the vocabulary size {vocab}, got {token}"
-                )
+        check_params(
+            params,
+            vocab_size=vocab,
+            draft_tokens=self.config.draft_tokens,
+            tokenizer=self.tokenizer,
+        )
         max_len = self.config.max_model_len
         assert max_len is not None  # resolved when the model was loaded
         limit = max_len - len(ids)
@@ -116,24 +118,28 @@ class Engine:
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= frozenset(self.model.config.eos_token_ids)
-        return Request(
-            request_id=next(self._ids),
-            prompt=text,
-            prompt_token_ids=ids,
-            params=params,
-            rule=ChoiceRule(
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                seed=secrets.randbits(63) if params.seed is None else params.seed,
-                forbidden=tuple(sorted(ends)) if params.min_tokens else (),
-                forbidden_until=len(ids) + params.min_tokens,
-            ),
-            stop_ids=ends,
-            limit=limit,
-            detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
-        )
+        rules = make_rules(params, ids, ends, vocab_size=vocab, tokenizer=self.tokenizer)
+        request_id = next(self._ids)
+        group: list[Request] = []
+        requests = [
+            Request(
+                request_id=request_id,
+                prompt=text,
+                prompt_token_ids=ids,
+                params=params,
+                rule=rule,
+                stop_ids=ends,
+                limit=limit,
+                detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
+                index=index,
+                group=group,
+                prompt_logprobs=None if params.prompt_logprobs is None or index else [None],
+            )
+            for index, rule in enumerate(rules)
+        ]
+        if len(requests) > 1:
+            group += requests
+        return requests[0]
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
         """Return a prompt's tokens as plain integers; raise if they do not fit the model."""

@@ -128,7 +128,8 @@ class LLM:
             prompt_token_ids: the prompts as tokens instead: one list, or a list of lists.
 
         Returns:
-            One finished RequestOutput per prompt, in the order of the prompts.
+            One finished RequestOutput per prompt, in the order of the prompts, with
+            `sampling_params.n` continuations each.
 
         Raises:
             ValueError, TypeError, CapacityError: if a prompt or a parameter does not fit; nothing
@@ -146,7 +147,7 @@ class LLM:
         *,
         prompt_token_ids: Sequence[int] | None = None,
     ) -> Iterator[StepOutput]:
-        """Continue one prompt, yielding what each step adds.
+        """Continue one prompt, yielding what each step adds to a continuation.
 
         The arguments are checked before this returns. Closing the iterator drops the request.
         """
@@ -213,6 +214,7 @@ class LLM:
     def _run(self, requests: list[Request]) -> Iterator[StepOutput]:
         """Run the engine until these requests are done; drop them if the caller stops early."""
         engine = self._engine
+        requests = [one for request in requests for one in request.continuations]
         try:
             for request in requests:
                 engine.add(request)

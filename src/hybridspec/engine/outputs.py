@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["CompletionOutput", "RequestOutput", "RequestStats", "StepOutput"]
+from hybridspec.speculate import TokenLogprobs
+
+__all__ = ["CompletionOutput", "RequestOutput", "RequestStats", "StepOutput", "join_stats"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +37,21 @@ class RequestStats:
         return acceptance_by_position([self])
 
 
+def join_stats(stats: list[RequestStats]) -> RequestStats:
+    """Statistics of several continuations that ran side by side.
+
+    Steps follow one another in the order of the continuations; times are the longest.
+    """
+    return RequestStats(
+        committed_per_step=[n for s in stats for n in s.committed_per_step],
+        drafted_per_step=[n for s in stats for n in s.drafted_per_step],
+        accepted_per_step=[n for s in stats for n in s.accepted_per_step],
+        folds=sum(s.folds for s in stats),
+        prefill_s=max(s.prefill_s for s in stats),
+        decode_s=max(s.decode_s for s in stats),
+    )
+
+
 def acceptance_by_position(stats: list[RequestStats]) -> list[float | None]:
     """The same over many requests, each step counting once."""
     longest = max((max(s.drafted_per_step, default=0) for s in stats), default=0)
@@ -53,23 +70,41 @@ class CompletionOutput:
     """One generated continuation.
 
     Attributes:
-        index: 0, the only continuation of a request.
+        index: number of the continuation, 0..n-1.
         token_ids: generated tokens, a final EOS or stop token included.
         text: their text, without special tokens and cut before a stop string; empty without a
             tokenizer.
         finish_reason: "stop" (EOS, stop token or stop string), "length", "abort" (dropped before
             its end), or None while running.
+        logprobs: for each token, by token id, its log-probability and those of the most likely
+            tokens, of the model's own distribution (before bias, penalties and temperature); None
+            unless SamplingParams.logprobs asks for them.
+        cumulative_logprob: sum of the log-probabilities of the tokens; None with `logprobs`.
     """
 
     index: int
     token_ids: list[int]
     text: str
     finish_reason: str | None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A request with what has been generated for it."""
+    """A prompt with what has been generated for it.
+
+    Attributes:
+        request_id: number, unique in its engine.
+        prompt: the prompt's text, if it was given as text.
+        prompt_token_ids: its tokens.
+        outputs: its n continuations, in order of their index.
+        finished: whether all of them have ended.
+        stats: what happened; with n > 1 the steps of all continuations, one after the other, and
+            the longest times.
+        prompt_logprobs: for each prompt token, as CompletionOutput.logprobs; None for the first
+            token, which nothing predicts; None altogether unless asked for.
+    """
 
     request_id: int
     prompt: str | None
@@ -77,11 +112,12 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     stats: RequestStats
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What one step added to one request.
+    """What one step added to one continuation.
 
     Attributes:
         step: 0 for the prefill, then 1, 2, ... for the verify steps.
@@ -92,8 +128,10 @@ class StepOutput:
         text: text added, whole UTF-8 characters only.
         history_len: live ring rows before the step.
         is_fold: whether the step folded the ring into the checkpoint.
-        finished, finish_reason: whether and why the request ended.
-        output: the request so far.
+        finished, finish_reason: whether and why the continuation ended.
+        output: the prompt with all its continuations so far.
+        index: which continuation the step belongs to.
+        logprobs: of `token_ids`, as in CompletionOutput.
     """
 
     step: int
@@ -106,3 +144,5 @@ class StepOutput:
     finished: bool
     finish_reason: str | None
     output: RequestOutput
+    index: int = 0
+    logprobs: list[TokenLogprobs] | None = None

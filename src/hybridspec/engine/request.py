@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybridspec.config import SamplingParams
-from hybridspec.engine.outputs import CompletionOutput, RequestOutput, RequestStats, StepOutput
+from hybridspec.engine.outputs import (
+    CompletionOutput,
+    RequestOutput,
+    RequestStats,
+    StepOutput,
+    join_stats,
+)
 from hybridspec.models.tokenizer import Detokenizer
-from hybridspec.speculate import ChoiceRule, Draft
+from hybridspec.speculate import ChoiceRule, Draft, Logprob, TokenLogprobs
 
 __all__ = ["Request"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A request's tokens, its text and where it stands.
+    """One continuation of a prompt: its tokens, its text and where it stands.
 
     Attributes:
-        request_id: number, unique in its engine.
+        request_id: number that all continuations of the prompt share, unique in its engine.
         prompt: the prompt's text if it was given as text.
         prompt_token_ids: its tokens.
         params: sampling parameters.
@@ -25,7 +32,13 @@ class Request:
         stop_ids: tokens that end the request.
         limit: most tokens to generate.
         detokenizer: turns tokens into text; None without a tokenizer.
+        index: number of the continuation, from 0.
+        group: all continuations of the prompt by index, this one included; empty if there is only
+            this one (a reference to itself would keep it until a garbage collection).
         token_ids: tokens generated so far.
+        logprobs: a report for each of them if the parameters ask for it, else empty.
+        prompt_logprobs: a report for each prompt row so far, None for the first; None if not asked
+            for, or if another continuation of the group has it.
         draft: what is proposed for the next step.
         slot: index in the pools while running, else None.
         num_prefilled: prompt rows already processed.
@@ -40,7 +53,11 @@ class Request:
     stop_ids: frozenset[int]
     limit: int
     detokenizer: Detokenizer | None
+    index: int = 0
+    group: list[Request] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     draft: Draft = Draft([], [])
     slot: int | None = None
     num_prefilled: int = 0
@@ -50,6 +67,12 @@ class Request:
     stats: RequestStats = field(default_factory=RequestStats)
     _text: str = ""
     _num_emitted: int = 0
+    _cumulative_logprob: float = 0.0
+
+    @property
+    def continuations(self) -> list[Request]:
+        """All continuations of the prompt by index, this one included."""
+        return self.group or [self]
 
     @property
     def num_tokens(self) -> int:
@@ -63,21 +86,35 @@ class Request:
 
     @property
     def max_useful_drafts(self) -> int:
-        """Drafts that can still be committed in one step, the step's own token aside."""
-        return max(self.limit - len(self.token_ids) - 1, 0)
+        """Drafts that the request wants and can still commit in one step."""
+        room = max(self.limit - len(self.token_ids) - 1, 0)
+        wanted = self.params.draft_tokens
+        return room if wanted is None else min(room, wanted)
 
     @property
     def newest_token(self) -> int:
         return self.token_ids[-1]
 
-    def extend(self, tokens: list[int]) -> int:
+    def extend(
+        self, tokens: Sequence[int], reports: Sequence[TokenLogprobs | None] | None = None
+    ) -> int:
         """Take in tokens up to the first one that ends the request.
+
+        Args:
+            tokens: what the sampler chose.
+            reports: their log-probabilities, where the parameters ask for them.
 
         Returns:
             How many were taken.
         """
+        edits = self.rule.edits
         for taken, token in enumerate(tokens, start=1):
             self.token_ids.append(token)
+            if edits is not None:
+                edits.extend([token])
+            if reports is not None and (report := reports[taken - 1]) is not None:
+                self.logprobs.append(report)
+                self._cumulative_logprob += report[token].logprob
             if token in self.stop_ids:
                 self._finish("stop")
             elif self._add_text(token):
@@ -96,20 +133,34 @@ class Request:
         return text
 
     def output(self) -> RequestOutput:
-        """The request so far."""
-        completion = CompletionOutput(
-            index=0,
-            token_ids=list(self.token_ids),
-            text=self._text[: len(self._text) - self._held_back()],
-            finish_reason=self.finish_reason,
-        )
+        """The prompt with all its continuations so far."""
+        together = self.continuations
+        logprobs = together[0].prompt_logprobs
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[completion],
-            finished=self.finish_reason is not None,
-            stats=self.stats,
+            prompt_logprobs=None if logprobs is None else list(logprobs),
+            outputs=[one._completion() for one in together],
+            finished=all(one.finish_reason is not None for one in together),
+            stats=join_stats([one.stats for one in together]) if self.group else self.stats,
+        )
+
+    def logprobs_of_last(self, count: int) -> list[dict[int, Logprob]] | None:
+        """Reports of the last `count` tokens, None if the parameters ask for none."""
+        if self.params.logprobs is None:
+            return None
+        return self.logprobs[len(self.logprobs) - count :]
+
+    def _completion(self) -> CompletionOutput:
+        has_logprobs = self.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            token_ids=list(self.token_ids),
+            text=self._text[: len(self._text) - self._held_back()],
+            finish_reason=self.finish_reason,
+            logprobs=list(self.logprobs) if has_logprobs else None,
+            cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
         )
 
     def _finish(self, reason: str) -> None:

@@ -14,14 +14,17 @@ from hybridspec.runtime import Pools
 from hybridspec.speculate import (
     Drafter,
     Verified,
-    choose_tokens,
+    choose_and_report,
     commit_rows,
     layout_rows,
     plan_drafts,
+    report_logprobs,
     verify_drafts,
 )
 
 __all__ = ["Runner"]
+
+_ROWS_WITH_LOGITS = 64  # prompt rows whose logits are held at a time
 
 
 class Runner:
@@ -65,19 +68,21 @@ class Runner:
         fed = [t for span, rows in zip(spans, lengths, strict=True) for t in span[:rows]]
         hidden = self.model.forward(torch.tensor(fed, device=pools.device), step, pools)
 
+        self._report_prompts(requests, hidden, spans, lengths)
         last_rows = (step.cu_seqlens[1:] - 1).to(torch.int64)
         complete = [
             b for b, r in enumerate(requests) if starts[b] + lengths[b] == len(r.prompt_token_ids)
         ]
         if complete:
-            chosen = choose_tokens(
+            chosen, reports = choose_and_report(
                 self.model.logits(hidden[last_rows[complete]]),
                 [requests[b].rule for b in complete],
                 [len(requests[b].prompt_token_ids) for b in complete],
+                [()] * len(complete),
             )
-            for b, token in zip(complete, chosen.tolist(), strict=True):
+            for b, token, report in zip(complete, chosen, reports, strict=True):
                 spans[b].append(token)
-                requests[b].extend([token])
+                requests[b].extend([token], [report])
         if self.drafter is not None:  # pairs each row with the token after it
             following = [t for span in spans for t in span[1:]]
             head_hidden = self.drafter.absorb(
@@ -98,6 +103,24 @@ class Runner:
             requests[b].stats.prefill_s = now - requests[b].admitted_at
             _post(requests[b], ["prefill"], [], 0, False)
 
+    def _report_prompts(
+        self,
+        requests: Sequence[Request],
+        hidden: torch.Tensor,
+        spans: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+    ) -> None:
+        """Add log-probabilities of prompt tokens: row i of a span says how likely token i+1 was."""
+        start = 0
+        for request, span, rows in zip(requests, spans, lengths, strict=True):
+            count, found = request.params.prompt_logprobs, request.prompt_logprobs
+            if count is not None and found is not None:
+                for first in range(0, len(span) - 1, _ROWS_WITH_LOGITS):
+                    tokens = span[first + 1 : first + 1 + _ROWS_WITH_LOGITS]
+                    some = hidden[start + first : start + first + len(tokens)]
+                    found += report_logprobs(self.model.logits(some), tokens, [count] * len(tokens))
+            start += rows
+
     def decode(self, requests: Sequence[Request]) -> None:
         """Verify every request's drafts, commit what is right, and draft anew."""
         started = time.perf_counter()
@@ -111,8 +134,10 @@ class Runner:
             [request.rule for request in requests],
         )
         taken = [
-            request.extend(tokens)
-            for request, tokens in zip(requests, verified.tokens, strict=True)
+            request.extend(tokens, reports)
+            for request, tokens, reports in zip(
+                requests, verified.tokens, verified.logprobs, strict=True
+            )
         ]
         self._commit_and_draft(requests, verified, taken)
         elapsed = time.perf_counter() - started
@@ -203,5 +228,7 @@ def _post(
             finished=request.finish_reason is not None,
             finish_reason=request.finish_reason,
             output=request.output(),
+            index=request.index,
+            logprobs=request.logprobs_of_last(len(origins)),
         )
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from hybridspec.speculate.accept import accept_prefix
-from hybridspec.speculate.choose import ChoiceRule, choose_tokens
+from hybridspec.speculate.choose import ChoiceRule, choose_and_report, choose_tokens
 from hybridspec.speculate.draft import Draft, Drafter, MtpDrafter
+from hybridspec.speculate.logprobs import Logprob, TokenLogprobs, report_logprobs
+from hybridspec.speculate.penalties import LogitEdits, edit_logits
 from hybridspec.speculate.plan import plan_drafts
 from hybridspec.speculate.verify import Verified, commit_rows, layout_rows, verify_drafts
 
@@ -12,12 +14,18 @@ __all__ = [
     "ChoiceRule",
     "Draft",
     "Drafter",
+    "LogitEdits",
+    "Logprob",
     "MtpDrafter",
+    "TokenLogprobs",
     "Verified",
     "accept_prefix",
+    "choose_and_report",
     "choose_tokens",
     "commit_rows",
+    "edit_logits",
     "layout_rows",
     "plan_drafts",
+    "report_logprobs",
     "verify_drafts",
 ]

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops.sampling import gumbel_noise, sample
+from hybridspec.speculate.logprobs import TokenLogprobs, report_logprobs
+from hybridspec.speculate.penalties import LogitEdits, edit_logits
 
-__all__ = ["ChoiceRule", "choose_tokens"]
+__all__ = ["ChoiceRule", "choose_and_report", "choose_tokens"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class ChoiceRule:
         seed: of the Gumbel noise.
         forbidden: token ids that cannot be chosen before position `forbidden_until`.
         forbidden_until: first position at which they can.
+        edits: bias, penalties and bad words with the tokens so far, or None for none of them.
+        num_logprobs: most likely tokens to report beside each chosen one; None reports nothing.
     """
 
     temperature: float
@@ -36,22 +40,41 @@ class ChoiceRule:
     seed: int
     forbidden: tuple[int, ...] = ()
     forbidden_until: int = 0
+    edits: LogitEdits | None = None
+    num_logprobs: int | None = None
 
 
-def choose_tokens(logits: Tensor, rules: Sequence[ChoiceRule], positions: Sequence[int]) -> Tensor:
+def choose_tokens(
+    logits: Tensor,
+    rules: Sequence[ChoiceRule],
+    positions: Sequence[int],
+    pending: Sequence[Sequence[int]],
+) -> Tensor:
     """Choose one token per row; the logits may be overwritten.
+
+    The order of processing: bias and penalties (`edit_logits`), -inf for what is forbidden, then
+    temperature, top_k, top_p, min_p and the noise (`hybridspec.ops.sampling.sample`).
 
     Args:
         logits: raw scores, [N, vocab], fp32; in, scratch.
         rules: the rule of each row, N of them.
         positions: position in its request of the token to choose, N of them.
+        pending: drafts between the newest committed token of the request and the token to choose,
+            N of them.
 
     Returns:
         Token ids [N], int64.
     """
-    for row, (rule, position) in enumerate(zip(rules, positions, strict=True)):
-        if position < rule.forbidden_until:
-            logits[row, list(rule.forbidden)] = -torch.inf
+    forbidden = [
+        (row, token)
+        for row, (rule, position) in enumerate(zip(rules, positions, strict=True))
+        if position < rule.forbidden_until
+        for token in rule.forbidden
+    ]
+    if any(rule.edits is not None for rule in rules):
+        forbidden += edit_logits(logits, [rule.edits for rule in rules], pending)
+    if forbidden:
+        logits[torch.tensor(forbidden, device=logits.device).unbind(-1)] = -torch.inf
     if all(rule.temperature == 0 for rule in rules):
         return torch.argmax(logits, dim=-1)
     device = logits.device
@@ -72,3 +95,24 @@ def choose_tokens(logits: Tensor, rules: Sequence[ChoiceRule], positions: Sequen
         column([rule.min_p for rule in rules], torch.float32),
         noise,
     )
+
+
+def choose_and_report(
+    logits: Tensor,
+    rules: Sequence[ChoiceRule],
+    positions: Sequence[int],
+    pending: Sequence[Sequence[int]],
+) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Choose one token per row as `choose_tokens` does, and report log-probabilities.
+
+    Returns:
+        The tokens, and for each row what its request wants to know, None if it asked for nothing.
+    """
+    asking = [row for row, rule in enumerate(rules) if rule.num_logprobs is not None]
+    if not asking:
+        return choose_tokens(logits, rules, positions, pending).tolist(), [None] * len(rules)
+    raw = logits[torch.tensor(asking, device=logits.device)]  # a copy: the logits get edited
+    tokens = choose_tokens(logits, rules, positions, pending).tolist()
+    counts = [count for rule in rules if (count := rule.num_logprobs) is not None]
+    found = iter(report_logprobs(raw, [tokens[row] for row in asking], counts))
+    return tokens, [None if rule.num_logprobs is None else next(found) for rule in rules]

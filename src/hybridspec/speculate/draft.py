@@ -116,6 +116,7 @@ class MtpDrafter:
                 logits,
                 [rules[b] for b in active],
                 [starts[b] + done + 1 for b in active],
+                [drafts[b].tokens for b in active],
             )
             for b, token in zip(active, tokens.tolist(), strict=True):
                 drafts[b].tokens.append(token)

@@ -15,7 +15,8 @@ from hybridspec.models import HybridModel
 from hybridspec.ops.gated_delta_rule import commit, decide_folds
 from hybridspec.runtime import Pools, Step
 from hybridspec.speculate.accept import accept_prefix
-from hybridspec.speculate.choose import ChoiceRule, choose_tokens
+from hybridspec.speculate.choose import ChoiceRule, choose_and_report
+from hybridspec.speculate.logprobs import TokenLogprobs
 
 __all__ = ["Verified", "commit_rows", "layout_rows", "verify_drafts"]
 
@@ -26,6 +27,7 @@ class Verified:
 
     Attributes:
         tokens: per request, the tokens to commit: accepted drafts and one recovered or bonus token.
+        logprobs: per request, a report for each of these tokens, None where none is wanted.
         hidden: hidden states of all rows, [N, D], after the final norm.
         step: the row layout that produced them.
         num_verify_tokens: [B] int32, rows per request.
@@ -34,6 +36,7 @@ class Verified:
     """
 
     tokens: list[list[int]]
+    logprobs: list[list[TokenLogprobs | None]]
     hidden: Tensor
     step: Step
     num_verify_tokens: Tensor
@@ -106,13 +109,16 @@ def verify_drafts(
     hidden = model.forward(fed, step, pools)
     row_rules = [rule for rule, n in zip(rules, lengths, strict=True) for _ in range(n)]
     targets = [start + t + 1 for start, n in zip(starts, lengths, strict=True) for t in range(n)]
-    chosen = choose_tokens(model.logits(hidden), row_rules, targets).tolist()
-    tokens, offset = [], 0
+    pending = [mine[1 : t + 1] for mine in rows for t in range(len(mine))]
+    chosen, reports = choose_and_report(model.logits(hidden), row_rules, targets, pending)
+    tokens, logprobs, offset = [], [], 0
     for mine in rows:
         tokens.append(accept_prefix(chosen[offset : offset + len(mine)], mine[1:]))
+        logprobs.append(reports[offset : offset + len(tokens[-1])])
         offset += len(mine)
     return Verified(
         tokens=tokens,
+        logprobs=logprobs,
         hidden=hidden,
         step=step,
         num_verify_tokens=num_verify_tokens,

@@ -1,0 +1,127 @@
+"""From the parameters that a caller sets to what the sampler follows, checked against the model."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from hybridspec.config import SamplingParams
+from hybridspec.models import Tokenizer
+from hybridspec.speculate import ChoiceRule, LogitEdits
+
+__all__ = ["check_params", "make_rules", "seed_of", "word_tokens"]
+
+_SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of different requests do not meet
+
+
+def check_params(
+    params: SamplingParams, *, vocab_size: int, draft_tokens: int, tokenizer: Tokenizer | None
+) -> None:
+    """Check parameters against the model and the engine.
+
+    Raises:
+        ValueError: if a token is not in the vocabulary, more is asked for than the engine drafts or
+            the vocabulary holds, or a text is given without a tokenizer.
+    """
+    texts = {"stop": params.stop, "bad_words": [w for w in params.bad_words if isinstance(w, str)]}
+    for name, given in texts.items():
+        if given and tokenizer is None:
+            raise ValueError(
+                f"{name}: needs a tokenizer.json in the model folder for texts; there is none"
+            )
+    tokens: dict[str, Sequence[int]] = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": list(params.logit_bias or {}),
+        "bad_words": [t for word in params.bad_words if not isinstance(word, str) for t in word],
+    }
+    for name, ids in tokens.items():
+        for token in ids:
+            if token >= vocab_size:
+                raise ValueError(
+                    f"{name}: expected ids below the vocabulary size {vocab_size}, got {token}"
+                )
+    limits = {
+        "draft_tokens": (draft_tokens, "the engine's"),
+        "logprobs": (vocab_size, "the vocabulary size"),
+        "prompt_logprobs": (vocab_size, "the vocabulary size"),
+    }
+    for name, (limit, what) in limits.items():
+        value = getattr(params, name)
+        if value is not None and value > limit:
+            raise ValueError(f"{name}: expected at most {what} {limit}, got {value}")
+
+
+def seed_of(seed: int, index: int) -> int:
+    """Return the seed of continuation `index`; the first one keeps the request's."""
+    return (seed + index * _SEED_STEP) % 2**63
+
+
+def word_tokens(
+    words: Sequence[str | Sequence[int]], tokenizer: Tokenizer | None
+) -> list[tuple[int, ...]]:
+    """Return the token lists that bad words stand for, each once.
+
+    A text is taken as it stands and, as in the middle of a text, behind one space.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not isinstance(word, str):
+            found[tuple(word)] = None
+            continue
+        assert tokenizer is not None  # checked when the request was made
+        for text in (word, " " + word.lstrip(" ")):
+            found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+    found.pop((), None)
+    return list(found)
+
+
+def make_rules(
+    params: SamplingParams,
+    prompt_token_ids: Sequence[int],
+    ends: frozenset[int],
+    *,
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
+) -> list[ChoiceRule]:
+    """Return the rule of each of the request's continuations.
+
+    Args:
+        params: what the caller set, checked.
+        prompt_token_ids: the prompt.
+        ends: tokens that end the request.
+        vocab_size: number of tokens to choose from.
+        tokenizer: for bad words that are texts.
+
+    Raises:
+        ValueError: if every token is forbidden.
+    """
+    words = word_tokens(params.bad_words, tokenizer)
+    early = tuple(sorted(t for t in ends if t < vocab_size)) if params.min_tokens else ()
+    if len({word[0] for word in words if len(word) == 1}.union(early)) >= vocab_size:
+        raise ValueError("bad_words: expected at least one token that may be said, got none")
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    has_edits = bool(words or params.logit_bias) or penalties != (1, 0, 0)
+    return [
+        ChoiceRule(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=seed_of(seed, index),
+            forbidden=early,
+            forbidden_until=len(prompt_token_ids) + params.min_tokens,
+            edits=LogitEdits(
+                prompt_token_ids,
+                repetition=params.repetition_penalty,
+                frequency=params.frequency_penalty,
+                presence=params.presence_penalty,
+                bias=params.logit_bias,
+                bad_words=words,
+            )
+            if has_edits
+            else None,
+            num_logprobs=params.logprobs,
+        )
+        for index in range(params.n)
+    ]
