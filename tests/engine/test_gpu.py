@@ -1,0 +1,54 @@
+"""The engine on a CUDA device: the same tokens as on a CPU, with and without drafts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridspec import LLM, SamplingParams
+from hybridspec.bundled import held_out_prompts
+
+pytestmark = pytest.mark.gpu
+
+TEXTS = [prompt.text for prompt in held_out_prompts("code")[:8]]
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+MIXED = [
+    SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=40 + i, ignore_eos=True)
+    for i in range(len(TEXTS))
+]
+
+
+def tokens(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in llm.generate(TEXTS, params)]
+
+
+def test_float32_tokens_equal_those_of_the_cpu() -> None:
+    on_cpu = LLM("bundled", device="cpu")
+    for k in (0, 3, 7):
+        on_gpu = LLM("bundled", device="cuda", dtype="float32", draft_tokens=k)
+        assert tokens(on_gpu, GREEDY) == tokens(on_cpu, GREEDY), f"k={k}"
+
+
+def test_sampled_tokens_do_not_depend_on_drafts_or_plan() -> None:
+    plain = tokens(LLM("bundled", device="cuda", dtype="float32", draft_tokens=0), MIXED)
+    for k, rows in ((3, None), (7, None), (5, 20)):
+        llm = LLM("bundled", device="cuda", dtype="float32", draft_tokens=k, verify_rows=rows)
+        assert tokens(llm, MIXED) == plain, f"k={k}, verify_rows={rows}"
+
+
+def test_16_bit_weights_run_and_accept() -> None:
+    llm = LLM("bundled", device="cuda")
+    assert llm.config.dtype == "bfloat16" and llm.config.state_dtype == "float32"
+    results = llm.generate(TEXTS, GREEDY)
+    committed = [count for r in results for count in r.stats.committed_per_step]
+    assert sum(committed) / len(committed) > 2.5
+
+
+def test_memory_is_bounded_and_given_back() -> None:
+    llm = LLM("bundled", device="cuda", memory_fraction=0.2)
+    free, total = torch.cuda.mem_get_info()
+    assert (total - free) / total < 0.25
+    tokens(llm, GREEDY)
+    assert llm._engine.allocator.num_live == 0
+    info = llm.describe()
+    assert info.num_requests_fit >= 1 and info.config.device.startswith("cuda")
