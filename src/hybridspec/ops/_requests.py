@@ -48,5 +48,5 @@ def live_requests(
                 f"{max_name}: expected at least the rows of the longest request, got {max_rows} "
                 f"but request {index} has {stop - start}"
             )
-        requests.append(Request(start, stop, slot, seq_len[slot].item()))
+        requests.append(Request(start, stop, slot, int(seq_len[slot])))
     return requests

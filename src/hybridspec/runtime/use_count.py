@@ -64,7 +64,7 @@ def make_template(storage: UntypedStorage, shape: Sequence[int], dtype: torch.dt
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * max(shape[dim], 1)
     empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, 0, shape, strides)  # type: ignore[call-overload]
+    return empty.set_(storage, 0, shape, strides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ _USES: dict[str, Callable[[Tensor], object]] = {
     "a detached tensor": lambda tensor: tensor.detach(),
     "a view of a view": lambda tensor: tensor[1:].transpose(0, 1)[2:],
     "a storage handle": lambda tensor: tensor.untyped_storage(),
-    "a DLPack capsule": lambda tensor: torch.utils.dlpack.to_dlpack(tensor),
+    "a DLPack capsule": lambda tensor: torch.utils.dlpack.to_dlpack(tensor),  # type: ignore[attr-defined]
 }
 
 

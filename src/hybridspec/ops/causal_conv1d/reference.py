@@ -33,7 +33,10 @@ def verify(
     )
     num_channels, width = weight.shape
     dtype = _compute_dtype(x)
-    pieces, firsts, rows, height = [], [], [], 0
+    pieces: list[Tensor] = []
+    firsts: list[int] = []
+    rows: list[int] = []
+    height = 0
     for start, stop, slot, position in requests:
         ring = conv_ring[slot]
         _append(ring, position, x[start:stop])

@@ -52,7 +52,7 @@ def process_logits(
     use_k, use_p, use_min = _is_on(top_k, 0), _is_on(top_p, 1.0), _is_on(min_p, 0.0)
     if use_k or use_p:
         x = _filter_sorted(x, top_k if use_k else None, top_p if use_p else None)
-    if use_min:
+    if use_min and min_p is not None:
         # log(0) = -inf keeps every token, which is what 0 means.
         x = torch.where(x >= min_p.log().unsqueeze(-1), x, -torch.inf)
     return x
