@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridspec.cli import main
 from hybridspec.cli.arguments import build_parser, parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,6 +48,7 @@ FOREIGN = {
     "prompt_lookup_num_tokens",
     "req_idx",
     "req_to_token_indexs",
+    "save_pretrained",
     "ssm_state_indices",
     "use_mtp",
     "write_pos",
@@ -152,15 +154,55 @@ def fenced(text: str, *languages: str) -> list[str]:
     ]
 
 
+def commands(text: str) -> list[list[str]]:
+    """Return the hybridspec and make commands of blocks and code spans, as words."""
+    lines = [line for block in fenced(text, "sh", "bash", "console") for line in block.splitlines()]
+    lines += re.findall(r"^    (.*)$", prose(text), re.MULTILINE)
+    lines += re.findall(r"(?<!`)`(hybridspec [^`\n]+)`(?!`)", prose(text))
+    found = []
+    for line in lines:
+        line = re.sub(
+            r"\$'(.*?)'", lambda m: shlex.quote(m[1].encode().decode("unicode_escape")), line
+        )
+        if line.removeprefix("$ ").startswith(("hybridspec ", "make ")):
+            found.append(shlex.split(line.removeprefix("$ "), comments=True))
+    return found
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_commands_in_a_document_parse(document: Path) -> None:
-    for block in fenced(document.read_text(encoding="utf-8"), "sh", "bash", "console"):
-        for line in block.splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-            if words[:1] == ["hybridspec"] and not {"--help", "--version"} & set(words):
-                assert parse(words[1:]).command
-            if words[:1] == ["make"]:
-                assert complaint(" ".join(words), document) is None
+    for words in commands(document.read_text(encoding="utf-8")):
+        if words[0] == "make":
+            assert complaint(" ".join(words), document) is None
+        elif not {"--help", "--version"} & set(words):
+            assert parse(words[1:]).command
+
+
+def test_commands_are_found() -> None:
+    text = "    make test  # it\n`hybridspec info`\n```sh\nhybridspec generate $'a\\nb'\n```\n"
+    assert commands(text) == [
+        ["hybridspec", "generate", "a\nb"],
+        ["make", "test"],
+        ["hybridspec", "info"],
+    ]
+
+
+def test_python_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = fenced((ROOT / "README.md").read_text(encoding="utf-8"), "python")
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_the_tutorial_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    [words] = [words for words in commands(text) if "--trace" in words]
+    assert main(words[1:]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    shown = [line for block in fenced(text, "text") for line in block.splitlines()]
+    assert len(shown) > 10
+    assert [line for line in shown if line not in printed] == []
 
 
 def test_readme_is_short() -> None:
