@@ -39,9 +39,11 @@ class LogitEdits:
     ) -> None:
         self.repetition, self.frequency, self.presence = repetition, frequency, presence
         self.bias = dict(bias or {})
-        self.bad_words = tuple(bad_words)
         self.tokens = list(prompt_token_ids)
-        self._longest_word = max(map(len, self.bad_words), default=0)
+        # By the length of what stands before a word's last token: that, and the last tokens.
+        self._words: dict[int, dict[tuple[int, ...], list[int]]] = {}
+        for *before, last in bad_words:
+            self._words.setdefault(len(before), {}).setdefault(tuple(before), []).append(last)
         self._num_prompt = self._num_counted = len(self.tokens)
         self._in_prompt: Tensor | None = None
         self._counts: Tensor | None = None
@@ -58,14 +60,14 @@ class LogitEdits:
 
     def forbidden_after(self, pending: Sequence[int]) -> list[int]:
         """Return the last tokens of the bad words that `tokens` and `pending` have begun."""
-        if not self.bad_words:
+        if not self._words:
             return []
-        reach = self._longest_word - 1
-        tail = [*self.tokens[max(len(self.tokens) - reach, 0) :], *pending]
+        reach = max(self._words)
+        tail = (*self.tokens[max(len(self.tokens) - reach, 0) :], *pending)
         return [
-            word[-1]
-            for word in self.bad_words
-            if len(word) == 1 or tuple(tail[-(len(word) - 1) :]) == word[:-1]
+            token
+            for size, words in self._words.items()
+            for token in words.get(tail[len(tail) - size :] if size <= len(tail) else (), ())
         ]
 
     def counts(self, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
