@@ -113,11 +113,14 @@ def test_ids_are_shown_without_a_tokenizer(cli: Callable, fake: FakeLLM) -> None
 def test_flags_reach_the_request(cli: Callable, fake: FakeLLM) -> None:
     flags = "--temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 3 --max-tokens 9"
     more = "--min-tokens 2 --stop-token-id 7 --stop-token-id 8 --ignore-eos"
-    cli("generate", "say", *flags.split(), *more.split(), "--stop", "a b", "--stop", "c")
+    penalties = "--repetition-penalty 1.5 --frequency-penalty 0.25 --presence-penalty -1"
+    words = [*flags.split(), *more.split(), *penalties.split(), "--bad-word", "no"]
+    cli("generate", "say", *words, "--stop", "a b", "--stop", "c")
     [params] = fake.seen
     assert params == type(params)(
         temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, seed=3, max_tokens=9, min_tokens=2,
         stop=("a b", "c"), stop_token_ids=(7, 8), ignore_eos=True,
+        repetition_penalty=1.5, frequency_penalty=0.25, presence_penalty=-1.0, bad_words=("no",),
     )  # fmt: skip
 
 

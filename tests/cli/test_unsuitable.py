@@ -40,8 +40,8 @@ def wrong_type(folder: Path) -> None:
     edit_config(folder, model_type="llama")
 
 
-def unsupported_family(folder: Path) -> None:
-    edit_config(folder, model_type="qwen3_next")
+def another_hybrid(folder: Path) -> None:
+    edit_config(folder, model_type="olmo_hybrid")
 
 
 def no_config(folder: Path) -> None:
@@ -76,7 +76,7 @@ def broken_tokenizer(folder: Path) -> None:
     [
         (break_json, "config.json"),
         (wrong_type, "model_type"),
-        (unsupported_family, "model_type"),
+        (another_hybrid, "model_type"),
         (no_config, "config.json"),
         (no_weights, "safetensors"),
         (cut_weights, "safetensors"),

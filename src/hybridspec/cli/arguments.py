@@ -43,8 +43,8 @@ Show a model's geometry, the backend of each operation and why it was chosen,
 and what a request takes in memory.
 """
 
-# Flag, type, metavar and help of each sampling parameter that is implemented. Defaults are those
-# of SamplingParams, except where _CLI_DEFAULTS says otherwise.
+# Type, metavar and help of the flag of each sampling parameter that is a number. Defaults are
+# those of SamplingParams, except where _CLI_DEFAULTS says otherwise.
 _SAMPLING: dict[str, tuple[Any, str, str]] = {
     "max_tokens": (int, "N", "most tokens to generate"),
     "min_tokens": (int, "N", "tokens before which nothing ends the text"),
@@ -52,6 +52,9 @@ _SAMPLING: dict[str, tuple[Any, str, str]] = {
     "top_k": (int, "K", "keep the K most likely tokens, 0 all"),
     "top_p": (float, "P", "keep the most likely tokens up to this probability"),
     "min_p": (float, "P", "drop tokens below P times the likeliest"),
+    "repetition_penalty": (float, "R", "divides the logits of tokens seen before"),
+    "frequency_penalty": (float, "F", "subtracted for each time a token was generated"),
+    "presence_penalty": (float, "F", "subtracted once if a token was generated"),
     "seed": (int, "S", "of the noise; drawn and shown if not given"),
 }
 _CLI_DEFAULTS = {"temperature": 0.0}
@@ -190,6 +193,14 @@ def _add_sampling(parser: argparse.ArgumentParser, **defaults: Any) -> None:
         help="end after this token; may be given several times",
     )
     group.add_argument(
+        "--bad-word",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        dest="bad_words",
+        help="never say this; may be given several times",
+    )
+    group.add_argument(
         "--ignore-eos", action="store_true", help="go on after the model's end-of-text token"
     )
 
@@ -304,7 +315,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """Return the sampling parameters that the flags ask for; raises UsageError on wrong values."""
-    names = (*_SAMPLING, "stop", "stop_token_ids", "ignore_eos")
+    names = (*_SAMPLING, "stop", "stop_token_ids", "bad_words", "ignore_eos")
     with usage_errors():
         return SamplingParams(**{name: getattr(arguments, name) for name in names})
 
