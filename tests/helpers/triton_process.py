@@ -30,6 +30,6 @@ def run_interpreted(file: Path) -> None:
     _run(["-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)], "1")
 
 
-def run_with_compiler(script: Path) -> str:
+def run_with_compiler(script: Path, *arguments: str) -> str:
     """Run a script with compiled kernels and return what it printed."""
-    return _run([str(script)], "0")
+    return _run([str(script), *arguments], "0")

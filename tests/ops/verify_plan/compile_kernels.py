@@ -1,10 +1,14 @@
-"""Compile every kernel for three targets without a GPU; prints registers and spills as JSON."""
+"""Compile every kernel for the capabilities that the arguments name, without a GPU.
+
+Prints registers and spills as JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,7 +24,6 @@ from hybridspec.ops.verify_plan import (
     triton_select_large,
 )
 
-CAPABILITIES = (80, 90, 100)
 # Pointers that are not int32, by name; scalars are int32.
 POINTERS = {
     "confidences_ptr": "*fp32",
@@ -83,7 +86,7 @@ def compiled(kernel, constants: dict, capability: int, num_warps: int) -> dict:
 def variants():
     """Yield each kernel with the constants and warps of its heaviest launches."""
     switches = {"NUM_BINS": 16, "HAS_NUM_DRAFTS": True}
-    for requests, drafts in ((256, 3), (128, 7), (1024, 0)):
+    for requests, drafts in ((256, 3), (256, 7), (2048, 0)):
         yield (
             triton_build.plan_kernel,
             {
@@ -95,11 +98,12 @@ def variants():
             },
             launch.launch_config(requests, drafts).select_warps,
         )
-    yield (
-        triton_select.select_kernel,
-        {"NUM_DRAFTS": 7, **switches, "BLOCK": 2048},
-        launch.launch_config(2048, 7).select_warps,
-    )
+    for requests in (2048, 4096):
+        yield (
+            triton_select.select_kernel,
+            {"NUM_DRAFTS": 7, **switches, "BLOCK": requests},
+            launch.launch_config(requests, 7).select_warps,
+        )
     sizes = {"TOKENS": 8, "BLOCK_TOKENS": 8, "BLOCK": 32, "BLOCK_ROWS": 256}
     yield triton_build.build_kernel, sizes, 2
     large = {"NUM_DRAFTS": 7, "BLOCK": 256}
@@ -120,6 +124,6 @@ if __name__ == "__main__":
     reports = [
         compiled(kernel, constants, capability, num_warps)
         for kernel, constants, num_warps in variants()
-        for capability in CAPABILITIES
+        for capability in map(int, sys.argv[1:])
     ]
     print(json.dumps(reports))

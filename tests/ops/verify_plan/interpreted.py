@@ -51,11 +51,14 @@ def test_sizes(num_requests: int, num_drafts: int, config: launch.LaunchConfig) 
     assert differences(plan, reference_plan(case)) == 0
 
 
-def test_twenty_thousand_rows() -> None:
+@pytest.mark.parametrize(("num_requests", "num_drafts"), [(2500, 7), (5000, 3)])
+def test_twenty_thousand_rows(num_requests: int, num_drafts: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    case = random_case(generator, 2500, 7, kind="uniform", share_dead=0.1, num_rows=9000)
-    config = launch.launch_config(2500, 7)
-    assert not config.is_one_block
+    case = random_case(
+        generator, num_requests, num_drafts, kind="uniform", share_dead=0.1, num_rows=9000
+    )
+    config = launch.launch_config(num_requests, num_drafts)
+    assert config.is_one_block == (num_requests == 2500) and not config.is_fused
     plan = run_plan(case, launch.plan_step, config=config)
     assert differences(plan, reference_plan(case)) == 0
 

@@ -47,13 +47,13 @@ class LaunchConfig:
 
 
 def launch_config(num_requests: int, num_drafts: int) -> LaunchConfig:
-    """Choose the launches for a batch of this size."""
+    """Choose the launches for a batch of this size: the fastest on an H200 with Triton 3.6."""
     num_rows = num_requests * (num_drafts + 1)
-    is_one_block = num_requests <= 2048
+    is_one_block = num_requests <= 4096
     return LaunchConfig(
-        is_fused=is_one_block and num_rows <= 1024,
+        is_fused=is_one_block and num_rows <= 2048,
         is_one_block=is_one_block,
-        select_warps=4 if num_requests <= 128 else 8,
+        select_warps=4 if num_requests <= 256 else 8 if num_requests <= 2048 else 16,
     )
 
 

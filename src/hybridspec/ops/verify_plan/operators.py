@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from .._backends import Supports, always, choose_backend
 from .._library import register
+from .._triton_support import compiler_version, explain_target
 from . import reference
 from .views import SamplingColumns, VerifyPlan
 
@@ -25,17 +27,21 @@ __all__ = [
 _MOST_KERNEL_DRAFTS = 7
 
 
+@functools.cache
+def _explain_device(index: int) -> str | None:
+    return explain_target(torch.cuda.get_device_capability(index), compiler_version())
+
+
 def _supports_triton(anchor: Tensor, num_drafts: int) -> str | None:
     if num_drafts > _MOST_KERNEL_DRAFTS:
         return f"expected at most {_MOST_KERNEL_DRAFTS} drafts a request, got {num_drafts}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if not anchor.is_cuda:
-        from .launch import is_interpreted
+    if anchor.is_cuda:
+        return _explain_device(anchor.device.index)
+    if compiler_version() is None:
+        return "Triton is not installed"
+    from .launch import is_interpreted
 
-        if not is_interpreted():
-            return "the tensors are not on a CUDA device"
-    return None
+    return None if is_interpreted() else "the tensors are not on a CUDA device"
 
 
 # On a CPU the kernels run in Triton's interpreter only: a choice for tests, never automatic.
