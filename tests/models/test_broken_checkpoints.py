@@ -51,6 +51,11 @@ def remove(name: str) -> Break:
     return lambda folder: (folder / name).unlink()
 
 
+def both(first: Break, second: Break) -> Break:
+    """Do one thing after the other."""
+    return lambda folder: first(folder) or second(folder)
+
+
 def tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
     """Edit the tensors of model.safetensors."""
 
@@ -72,6 +77,7 @@ def turn_into_adapter(folder: Path) -> None:
 
 
 C, U = CheckpointError, UnsupportedError
+TYPES = "'qwen3_5', 'qwen3_5_text', 'qwen3_5_moe', 'qwen3_5_moe_text', 'qwen3_next'"
 L0 = "model.layers.0.linear_attn"
 # What is broken: (how, error, text after the folder's path).
 CONFIGS: dict[str, tuple[Break, type[Exception], str]] = {
@@ -83,7 +89,7 @@ CONFIGS: dict[str, tuple[Break, type[Exception], str]] = {
     "adapter": (
         turn_into_adapter,
         U,
-        ": an adapter, not a model; merge it into its base model first",
+        "/adapter_config.json: an unmerged adapter (LoRA); merge it into its base model first",
     ),
     "no json": (text("config.json", "{"), C, "/config.json: not readable as JSON (Expecting"),
     "bad utf-8": (
@@ -100,22 +106,17 @@ CONFIGS: dict[str, tuple[Break, type[Exception], str]] = {
     "no model_type": (
         fields(model_type=None),
         C,
-        "/config.json: model_type: expected 'qwen3_5' or 'qwen3_5_text', found None",
+        f"/config.json: model_type: expected one of {TYPES}, found None",
     ),
     "llama": (
         fields(model_type="llama"),
         C,
-        "/config.json: model_type: expected 'qwen3_5' or 'qwen3_5_text', found 'llama'",
+        f"/config.json: model_type: expected one of {TYPES}, found 'llama'",
     ),
-    "next": (
-        fields(model_type="qwen3_next"),
+    "another hybrid": (
+        fields(model_type="olmo_hybrid"),
         U,
-        "/config.json: model_type: expected 'qwen3_5' or 'qwen3_5_text', found 'qwen3_next'",
-    ),
-    "moe": (
-        fields(model_type="qwen3_5_moe"),
-        U,
-        "/config.json: model_type: expected 'qwen3_5' or 'qwen3_5_text', found 'qwen3_5_moe'",
+        f"/config.json: model_type: expected one of {TYPES}, found 'olmo_hybrid'",
     ),
     "no hidden_size": (
         fields(hidden_size=None),
@@ -197,7 +198,7 @@ CONFIGS: dict[str, tuple[Break, type[Exception], str]] = {
     "old yarn": (
         fields(rope_parameters=None, rope_scaling={"type": "yarn"}),
         U,
-        "/config.json: rope_parameters: rope_type: only 'default' is supported, found 'yarn'",
+        "/config.json: rope_scaling: rope_type: only 'default' is supported, found 'yarn'",
     ),
     "rope list": (
         fields(rope_parameters=[1]),
@@ -228,9 +229,14 @@ CONFIGS: dict[str, tuple[Break, type[Exception], str]] = {
         "'int8'",
     ),
     "eos": (
-        fields(eos_token_id=["a"]),
+        text("generation_config.json", '{"eos_token_id": ["a"]}'),
         C,
-        "/config.json: eos_token_id: expected numbers, found ['a']",
+        "/generation_config.json: eos_token_id: expected numbers, found ['a']",
+    ),
+    "eos in the config": (
+        both(remove("generation_config.json"), fields(eos_token_id="a")),
+        C,
+        "/config.json: eos_token_id: expected numbers, found 'a'",
     ),
     "generation config": (
         text("generation_config.json", "oops"),
@@ -296,7 +302,7 @@ FILES: dict[str, tuple[Break, type[Exception], str]] = {
     ),
 }
 INDEX = "model.safetensors.index.json"
-SHARD = "model-00002-of-00002.safetensors"
+SHARD = "mtp.safetensors"
 SHARDED: dict[str, tuple[Break, type[Exception], str]] = {
     "no shard": (remove(SHARD), C, f"/{INDEX}: names the file {SHARD}, which does not exist"),
     "index is no json": (

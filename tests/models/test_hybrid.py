@@ -40,6 +40,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 1.0,
         }
     },
+    "moe": {"family": "qwen3_5_moe"},
+    "moe-one-of-two-ratio3": {
+        "family": "qwen3_5_moe",
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "linear_num_value_heads": 6,
+    },
+    "next-ratio2": {"family": "qwen3_next"},
+    "next-ratio3-k<v-not-normalized": {
+        "family": "qwen3_next",
+        "linear_num_value_heads": 6,
+        "linear_value_head_dim": 32,
+        "norm_topk_prob": False,
+    },
+    "next-some-layers-dense": {
+        "family": "qwen3_next",
+        "num_hidden_layers": 6,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
+    "next-all-layers-dense": {"family": "qwen3_next", "num_experts": 0},
 }
 
 

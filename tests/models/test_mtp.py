@@ -15,12 +15,18 @@ from hybridspec.models.hybrid import load_model
 PROMPT = [(7 * i * i + 3) % 97 for i in range(41)]
 
 
-@pytest.fixture(scope="module", params=["untied", "tied-composite"])
+VARIANTS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied-composite": {"layout": "composite", "tie_word_embeddings": True},
+    "moe": {"family": "qwen3_5_moe"},
+    "moe-fused": {"family": "qwen3_5_moe", "experts": "fused", "layout": "language_model"},
+    "next": {"family": "qwen3_next"},
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=str)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> TinyCheckpoint:
-    options = {"layout": "composite", "tie_word_embeddings": True}
-    return build_tiny_checkpoint(
-        tmp_path_factory.mktemp("tiny"), **(options if request.param != "untied" else {})
-    )
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), **VARIANTS[request.param])
 
 
 @torch.inference_mode()

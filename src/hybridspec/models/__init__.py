@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hybridspec.models.config import GdnConfig, ModelConfig
-from hybridspec.models.mtp import MtpHead
+from hybridspec.models.config import GdnConfig, ModelConfig, MoeConfig
 from hybridspec.models.hybrid import HybridModel, load_model
+from hybridspec.models.mtp import MtpHead
 from hybridspec.models.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "GdnConfig",
     "HybridModel",
     "ModelConfig",
+    "MoeConfig",
     "MtpHead",
     "Tokenizer",
     "load_model",

@@ -16,10 +16,18 @@ import torch
 from hybridspec.errors import CheckpointError, UnsupportedError
 from hybridspec.runtime.pools import PoolGeometry
 
-__all__ = ["GdnConfig", "ModelConfig"]
+__all__ = ["GdnConfig", "ModelConfig", "MoeConfig"]
 
-_SUPPORTED_TYPES = ("qwen3_5", "qwen3_5_text")
-_KNOWN_FAMILIES = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
+_FAMILIES = {
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_next": "qwen3_next",
+}
+# Hybrids of other kinds: right files, which nothing here computes.
+_OTHER_HYBRIDS = ("kimi_linear", "nemotron_h", "olmo_hybrid", "qwen4_exp")
+_QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _LAYER_KINDS = {"linear_attention": "gdn", "full_attention": "attention"}
 _STATE_DTYPES = {
     "float32": torch.float32,
@@ -30,9 +38,11 @@ _STATE_DTYPES = {
 _FIXED_FIELDS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("hidden_act", ("silu",)),
     ("attention_bias", (False,)),
+    ("mlp_bias", (False,)),
     ("attn_output_gate", (True,)),
     ("output_gate_type", ("swish", "silu", None)),
     ("mtp_use_dedicated_embeddings", (False,)),
+    ("use_sliding_window", (False,)),
 )
 
 
@@ -53,15 +63,39 @@ class GdnConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """Sizes of the mixtures of experts.
+
+    Attributes:
+        num_experts: E, experts that a row can be routed to.
+        experts_per_token: how many it is routed to.
+        expert_ffn_size: inner size of each of them.
+        shared_ffn_size: inner size of the expert that every row passes.
+        is_normalized: whether the weights of a row's experts are scaled to the sum of one.
+        dense_layers: layers of the trunk that have a plain MLP instead.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_ffn_size: int
+    shared_ffn_size: int
+    is_normalized: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Sizes and constants of a hybrid language model.
 
     Attributes:
-        model_type: family name as the file gives it.
+        model_type: name of the model's kind as the file gives it.
+        ffn_size: inner size of the plain MLPs, 0 where there are none.
+        moe: the mixtures of experts, None where every MLP is a plain one.
         layer_kinds: "gdn" or "attention" for every layer of the trunk.
         rotary_dim: leading dimensions of each attention head that are rotated.
         max_positions: longest sequence that the model was made for.
-        num_mtp_layers: draft layers that the file announces; the weights decide what is there.
+        num_mtp_layers: draft layers that the file announces, 1 if it is silent; the weights decide
+            what is there.
         state_dtype: dtype in which the checkpoint wants its recurrent states kept.
         eos_token_ids: tokens that end a sequence.
     """
@@ -83,6 +117,12 @@ class ModelConfig:
     num_mtp_layers: int
     state_dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
+    moe: MoeConfig | None = None
+
+    @property
+    def family(self) -> str:
+        """How the weights are laid out: "qwen3_5", "qwen3_5_moe" or "qwen3_next"."""
+        return _FAMILIES[self.model_type]
 
     @property
     def num_layers(self) -> int:
@@ -129,16 +169,22 @@ class ModelConfig:
         """
         folder = Path(path)
         file = folder / "config.json"
+        if (folder / "adapter_config.json").is_file():
+            raise UnsupportedError(
+                f"{folder}/adapter_config.json: an unmerged adapter (LoRA); "
+                f"merge it into its base model first"
+            )
+        for name in _QUANTIZATION_FILES:
+            if (folder / name).is_file():
+                raise UnsupportedError(f"{folder / name}: quantized files are not supported")
         if not file.is_file():
-            if (folder / "adapter_config.json").is_file():
-                raise UnsupportedError(
-                    f"{folder}: an adapter, not a model; merge it into its base model first"
-                )
             raise CheckpointError(f"{folder}: expected a model folder with config.json, found none")
         raw = _read_json(file)
         generation_file = folder / "generation_config.json"
         generation = _read_json(generation_file) if generation_file.is_file() else {}
-        return _config_from_fields(_Fields(raw, str(file)), generation.get("eos_token_id"))
+        return _config_from_fields(
+            _Fields(raw, str(file)), _Fields(generation, str(generation_file))
+        )
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -188,7 +234,7 @@ class _Fields:
         return float(value)
 
 
-def _config_from_fields(fields: _Fields, generation_eos: Any) -> ModelConfig:
+def _config_from_fields(fields: _Fields, generation: _Fields) -> ModelConfig:
     _require_known_arithmetic(fields)
     num_heads = fields.size("num_attention_heads")
     num_kv_heads = fields.size("num_key_value_heads")
@@ -209,12 +255,16 @@ def _config_from_fields(fields: _Fields, generation_eos: Any) -> ModelConfig:
         )
     head_dim = fields.size("head_dim", 256)
     rope_theta, rotary_dim = _rope(fields, head_dim)
+    layer_kinds = _layer_kinds(fields)
+    moe = _moe(fields, len(layer_kinds))
+    has_plain_mlps = moe is None or bool(moe.dense_layers)
     return ModelConfig(
         model_type=fields.model_type,
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
-        ffn_size=fields.size("intermediate_size"),
-        layer_kinds=_layer_kinds(fields),
+        ffn_size=fields.size("intermediate_size") if has_plain_mlps else 0,
+        moe=moe,
+        layer_kinds=layer_kinds,
         num_attention_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -224,18 +274,18 @@ def _config_from_fields(fields: _Fields, generation_eos: Any) -> ModelConfig:
         max_positions=fields.size("max_position_embeddings", 32768),
         is_head_tied=bool(fields.get("tie_word_embeddings", False)),
         gdn=gdn,
-        num_mtp_layers=fields.get("mtp_num_hidden_layers", 0),
+        num_mtp_layers=fields.get("mtp_num_hidden_layers", 1),
         state_dtype=_state_dtype(fields),
-        eos_token_ids=_eos_token_ids(fields, generation_eos),
+        eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(fields),
     )
 
 
 def _require_known_arithmetic(fields: _Fields) -> None:
     model_type = fields.model_type
-    if model_type not in _SUPPORTED_TYPES:
-        expected = " or ".join(repr(name) for name in _SUPPORTED_TYPES)
-        message = f"{fields.source}: model_type: expected {expected}, found {model_type!r}"
-        raise (UnsupportedError if model_type in _KNOWN_FAMILIES else CheckpointError)(message)
+    if model_type not in _FAMILIES:
+        expected = ", ".join(repr(name) for name in _FAMILIES)
+        message = f"{fields.source}: model_type: expected one of {expected}, found {model_type!r}"
+        raise (UnsupportedError if model_type in _OTHER_HYBRIDS else CheckpointError)(message)
     for name, allowed in _FIXED_FIELDS:
         value = fields.get(name, allowed[0])
         if value not in allowed:
@@ -246,18 +296,27 @@ def _require_known_arithmetic(fields: _Fields) -> None:
         raise UnsupportedError(
             f"{fields.source}: quantization_config: quantized files are not supported"
         )
-    if fields.get("mtp_num_hidden_layers", 0) not in (0, 1):
-        raise UnsupportedError(
-            f"{fields.source}: mtp_num_hidden_layers: only 0 or 1 is supported, "
-            f"found {fields.get('mtp_num_hidden_layers')!r}"
-        )
+    for name in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
+        if fields.get(name, 1) not in (0, 1):
+            raise UnsupportedError(
+                f"{fields.source}: {name}: only 0 or 1 is supported, found {fields.get(name)!r}"
+            )
 
 
 def _rope(fields: _Fields, head_dim: int) -> tuple[float, int]:
     """Return theta and the rotated dimensions, from `rope_parameters` or the top level."""
-    nested = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(nested, dict):
-        raise fields.fail("rope_parameters", "an object")
+    nested: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        found = fields.get(name, {})
+        if not isinstance(found, dict):
+            raise fields.fail(name, "an object")
+        rope_type = found.get("rope_type", found.get("type", "default"))
+        if rope_type != "default":
+            raise UnsupportedError(
+                f"{fields.source}: {name}: rope_type: only 'default' is supported, "
+                f"found {rope_type!r}"
+            )
+        nested |= found
     rope = _Fields(
         {
             "rope_theta": fields.get("rope_theta"),
@@ -266,11 +325,6 @@ def _rope(fields: _Fields, head_dim: int) -> tuple[float, int]:
         },
         f"{fields.source}: rope_parameters",
     )
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        raise UnsupportedError(
-            f"{rope.source}: rope_type: only 'default' is supported, found {rope_type!r}"
-        )
     rotary_dim = int(head_dim * rope.number("partial_rotary_factor", 0.25))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise rope.fail("partial_rotary_factor", f"an even share of head_dim ({head_dim})")
@@ -293,6 +347,44 @@ def _layer_kinds(fields: _Fields) -> tuple[str, ...]:
     return tuple(_LAYER_KINDS[name] for name in names)
 
 
+def _moe(fields: _Fields, num_layers: int) -> MoeConfig | None:
+    """Return the mixtures of experts, or None where every layer has a plain MLP."""
+    family = _FAMILIES[fields.model_type]
+    dense_layers = _dense_layers(fields, num_layers) if family == "qwen3_next" else ()
+    if family == "qwen3_5" or len(dense_layers) == num_layers:
+        return None
+    num_experts = fields.size("num_experts")
+    experts_per_token = fields.size("num_experts_per_tok")
+    if experts_per_token > num_experts:
+        raise fields.fail("num_experts_per_tok", f"at most num_experts ({num_experts})")
+    is_normalized = fields.get("norm_topk_prob", True)
+    if not isinstance(is_normalized, bool):
+        raise fields.fail("norm_topk_prob", "true or false")
+    if family == "qwen3_5_moe" and not is_normalized:
+        raise UnsupportedError(
+            f"{fields.source}: norm_topk_prob: only True is supported in this family, found False"
+        )
+    return MoeConfig(
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        expert_ffn_size=fields.size("moe_intermediate_size"),
+        shared_ffn_size=fields.size("shared_expert_intermediate_size"),
+        is_normalized=is_normalized,
+        dense_layers=dense_layers,
+    )
+
+
+def _dense_layers(fields: _Fields, num_layers: int) -> tuple[int, ...]:
+    """Return the layers of a Qwen3-Next trunk that have a plain MLP."""
+    listed = fields.get("mlp_only_layers", [])
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+        raise fields.fail("mlp_only_layers", "a list of layer numbers")
+    if fields.get("num_experts") == 0:
+        return tuple(range(num_layers))
+    interval = fields.size("decoder_sparse_step", 1)
+    return tuple(i for i in range(num_layers) if i in listed or (i + 1) % interval)
+
+
 def _state_dtype(fields: _Fields) -> torch.dtype:
     name = str(fields.get("mamba_ssm_dtype", "float32"))
     if name not in _STATE_DTYPES:
@@ -300,9 +392,9 @@ def _state_dtype(fields: _Fields) -> torch.dtype:
     return _STATE_DTYPES[name]
 
 
-def _eos_token_ids(fields: _Fields, generation_eos: Any) -> tuple[int, ...]:
-    value = fields.get("eos_token_id", []) if generation_eos is None else generation_eos
+def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
+    value = fields.get("eos_token_id", [])
     ids = value if isinstance(value, list) else [value]
     if any(type(token) is not int for token in ids):
-        raise CheckpointError(f"{fields.source}: eos_token_id: expected numbers, found {value!r}")
+        raise fields.fail("eos_token_id", "numbers")
     return tuple(ids)

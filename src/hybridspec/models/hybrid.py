@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,14 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridspec.errors import CheckpointError
+from hybridspec.models.checkpoint import Checkpoint, OnProgress
 from hybridspec.models.config import ModelConfig
+from hybridspec.models.dummy import DummyCheckpoint
 from hybridspec.models.layers import DecoderLayer, GdnLayer, RmsNorm, RotaryTable
 from hybridspec.models.mtp import MtpHead
-from hybridspec.models.weights import Checkpoint, WeightReader
+from hybridspec.models.weights import MTP_PREFIX, WeightReader, embedding_name
 from hybridspec.runtime.pools import Pools
 from hybridspec.runtime.step import Step
 
 __all__ = ["HybridModel", "load_model"]
+
+# What a draft head's tensors mean depends on these, and shapes do not tell all of them.
+_MTP_FIELDS = ("num_attention_heads", "num_kv_heads", "head_dim", "rotary_dim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +91,9 @@ def load_model(
     dtype: torch.dtype | Literal["auto"] = "auto",
     device: str | torch.device = "cpu",
     backend: str = "auto",
+    mtp_from: str | Path | None = None,
+    has_dummy_weights: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> HybridModel:
     """Read a model folder in the Hugging Face layout onto a device.
 
@@ -94,42 +103,61 @@ def load_model(
             embedding elsewhere. Norms, A_log and dt_bias are at least fp32 in any case.
         device: where the tensors go.
         backend: implementation of the ops, handed to the layers.
+        mtp_from: folder to take the draft head from, in place of the model's own.
+        has_dummy_weights: make the weights up instead of reading them; needs config.json only.
+        on_progress: called with the bytes read so far and the bytes of all files.
 
     Returns:
-        The model, with its draft head if the files hold one.
+        The model, with a draft head if the files hold one.
 
     Raises:
-        CheckpointError: if the folder is incomplete, broken or does not match its config.
+        CheckpointError: if a folder is incomplete, broken or does not match the config.
         UnsupportedError: if it describes a model that this package does not compute.
     """
     folder = Path(path)
     config = ModelConfig.from_folder(folder)
     device = torch.device(device)
-    checkpoint = Checkpoint(folder, device)
+    checkpoint: Checkpoint | DummyCheckpoint
+    mtp_checkpoint: Checkpoint | DummyCheckpoint
+    if has_dummy_weights:
+        checkpoint = DummyCheckpoint(device, has_mtp=config.num_mtp_layers > 0)
+    else:
+        checkpoint = Checkpoint(folder, device, on_progress=on_progress)
+    mtp_checkpoint = checkpoint
+    if mtp_from is not None:
+        mtp_checkpoint = _open_mtp(Path(mtp_from), config, device)
+        checkpoint.skip(MTP_PREFIX)
     if dtype == "auto":
-        stored = checkpoint.dtype(f"{checkpoint.trunk_prefix}embed_tokens.weight")
+        stored = checkpoint.dtype(embedding_name(checkpoint))
         dtype = torch.float32 if device.type == "cpu" else stored
-    reader = WeightReader(checkpoint=checkpoint, config=config, dtype=dtype, backend=backend)
+    reader = WeightReader(
+        checkpoint=checkpoint,
+        mtp_checkpoint=mtp_checkpoint,
+        config=config,
+        dtype=dtype,
+        device=device,
+        backend=backend,
+    )
     rotary = RotaryTable(
         config.rotary_dim, config.rope_theta, dtype=reader.vector_dtype, device=device
     )
     embedding = reader.embedding()
-    parts = {
-        "layers": tuple(reader.trunk_layer(i) for i in range(config.num_layers)),
-        "norm": reader.final_norm(),
-        "head": reader.head(embedding),
-        "mtp": _load_mtp(reader, embedding, rotary) if reader.has_mtp else None,
-    }
-    checkpoint.require_all_read()
-    return HybridModel(
+    model = HybridModel(
         config=config,
         dtype=dtype,
         device=device,
         embedding=embedding,
+        layers=tuple(reader.trunk_layer(i) for i in range(config.num_layers)),
+        norm=reader.final_norm(),
+        head=reader.head(embedding),
         rotary=rotary,
-        num_parameters=checkpoint.num_parameters,
-        **parts,
+        num_parameters=0,
+        mtp=_load_mtp(reader, embedding, rotary) if reader.has_mtp else None,
     )
+    sources = {checkpoint, mtp_checkpoint}
+    for source in sources:
+        source.finish()
+    return replace(model, num_parameters=sum(source.num_parameters for source in sources))
 
 
 def _load_mtp(reader: WeightReader, embedding: Tensor, rotary: RotaryTable) -> MtpHead:
@@ -139,3 +167,21 @@ def _load_mtp(reader: WeightReader, embedding: Tensor, rotary: RotaryTable) -> M
         rotary=rotary,
         **reader.mtp_parts(),
     )
+
+
+def _open_mtp(folder: Path, config: ModelConfig, device: torch.device) -> Checkpoint:
+    """Open the files that hold a draft head for a model of this config."""
+    other = ModelConfig.from_folder(folder)
+    for field in _MTP_FIELDS:
+        expected, found = getattr(config, field), getattr(other, field)
+        if expected != found:
+            raise CheckpointError(
+                f"{folder}/config.json: a draft head for this model needs {field} {expected}, "
+                f"found {found}"
+            )
+    checkpoint = Checkpoint(folder, device, only=MTP_PREFIX)
+    if not checkpoint.has_prefix(MTP_PREFIX):
+        raise CheckpointError(
+            f"{checkpoint.source}: expected a draft head ({MTP_PREFIX}* tensors), found none"
+        )
+    return checkpoint

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridspec.models.config import ModelConfig
+from hybridspec.models.mlp import Mlp, MoeMlp
 from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention
 from hybridspec.runtime.pools import GdnPool, KvPool
 from hybridspec.runtime.step import Step
@@ -21,7 +22,6 @@ __all__ = [
     "AttentionLayer",
     "DecoderLayer",
     "GdnLayer",
-    "Mlp",
     "RmsNorm",
     "RotaryRows",
     "RotaryTable",
@@ -241,19 +241,6 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mlp:
-    """Gated MLP: down(silu(gate x) * up x); gate_up_weight [2 F, D], down_weight [D, F]."""
-
-    gate_up_weight: Tensor
-    down_weight: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP's output, [N, D]."""
-        gate, up = F.linear(x, self.gate_up_weight).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down_weight)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
     """One residual block: norm, mixer, norm, MLP.
 
@@ -265,7 +252,7 @@ class DecoderLayer:
     """
 
     mixer: GdnLayer | AttentionLayer
-    mlp: Mlp
+    mlp: Mlp | MoeMlp
     mixer_norm: RmsNorm
     mlp_norm: RmsNorm
     pool_index: int

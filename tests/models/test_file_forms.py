@@ -1,0 +1,173 @@
+"""Every family in every form of files: the same logits as transformers, and the same model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from tests.helpers.direct_runner import DirectRunner
+from tests.helpers.tiny_checkpoints import build_tiny_checkpoint
+from transformers import AutoModelForCausalLM
+
+from hybridspec.models.hybrid import HybridModel, load_model
+
+# One entry per row of the table in docs/checkpoints.md, named as there: the form, and what a file
+# of that form holds and what it does not.
+FORMS: dict[tuple[str, str], tuple[dict[str, Any], str, str]] = {
+    ("Qwen3.5", "as transformers saves it"): (
+        {"has_mtp": False},
+        "model.layers.0.linear_attn.in_proj_qkv.weight",
+        "mtp.fc.weight",
+    ),
+    ("Qwen3.5", "with a draft head"): ({}, "mtp.fc.weight", "model.language_model.norm.weight"),
+    ("Qwen3.5", "shards"): ({"num_shards": 3}, "mtp.fc.weight", "model.visual.pos_embed.weight"),
+    ("Qwen3.5", "released names"): (
+        {"layout": "language_model"},
+        "model.language_model.norm.weight",
+        "model.norm.weight",
+    ),
+    ("Qwen3.5", "composite, shards"): (
+        {"layout": "composite", "num_shards": 3},
+        "model.visual.pos_embed.weight",
+        "model.norm.weight",
+    ),
+    ("Qwen3.5", "tied head"): ({"tie_word_embeddings": True}, "mtp.fc.weight", "lm_head.weight"),
+    ("Qwen3.5", "composite, tied head"): (
+        {"layout": "composite", "tie_word_embeddings": True},
+        "model.visual.pos_embed.weight",
+        "lm_head.weight",
+    ),
+    ("Qwen3.5 MoE", "as transformers saves it"): (
+        {"family": "qwen3_5_moe", "has_mtp": False},
+        "model.layers.0.mlp.experts.0.gate_proj.weight",
+        "mtp.fc.weight",
+    ),
+    ("Qwen3.5 MoE", "one tensor per expert, shards"): (
+        {"family": "qwen3_5_moe", "num_shards": 3},
+        "mtp.layers.0.mlp.experts.5.down_proj.weight",
+        "mtp.layers.0.mlp.experts.down_proj",
+    ),
+    ("Qwen3.5 MoE", "fused experts"): (
+        {"family": "qwen3_5_moe", "experts": "fused"},
+        "mtp.layers.0.mlp.experts.gate_up_proj",
+        "mtp.layers.0.mlp.experts.0.down_proj.weight",
+    ),
+    ("Qwen3.5 MoE", "composite, fused experts"): (
+        {"family": "qwen3_5_moe", "experts": "fused", "layout": "composite"},
+        "model.language_model.layers.0.mlp.experts.gate_up_proj",
+        "model.language_model.layers.0.mlp.experts.0.up_proj.weight",
+    ),
+    ("Qwen3-Next", "as transformers saves it"): (
+        {"family": "qwen3_next", "has_mtp": False},
+        "model.layers.0.linear_attn.in_proj_qkvz.weight",
+        "mtp.fc.weight",
+    ),
+    ("Qwen3-Next", "one tensor per expert, shards"): (
+        {"family": "qwen3_next", "num_shards": 3},
+        "mtp.layers.0.mlp.experts.5.down_proj.weight",
+        "mtp.layers.0.mlp.experts.down_proj",
+    ),
+    ("Qwen3-Next", "fused experts"): (
+        {"family": "qwen3_next", "experts": "fused"},
+        "model.layers.3.mlp.experts.gate_up_proj",
+        "model.layers.3.mlp.experts.0.up_proj.weight",
+    ),
+    ("Qwen3-Next", "some layers without experts"): (
+        {"family": "qwen3_next", "mlp_only_layers": [1]},
+        "model.layers.1.mlp.gate_proj.weight",
+        "model.layers.1.mlp.gate.weight",
+    ),
+}
+TOKENS = [(7 * i * i + 3) % 97 for i in range(41)]
+
+
+def names_in(folder: Path) -> set[str]:
+    """Return the names of all tensors in the folder's files."""
+    handles = [safe_open(file, "pt") for file in folder.glob("*.safetensors")]
+    return set().union(*(handle.keys() for handle in handles))
+
+
+def logits(model: HybridModel) -> torch.Tensor:
+    runner = DirectRunner(model)
+    return runner.logits(runner.prefill({1: TOKENS}))
+
+
+def assert_logits_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    scale = max(1.0, expected.std().item())
+    torch.testing.assert_close(actual, expected, atol=2e-4 * scale, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=", ".join)
+def test_form(form: tuple[str, str], tmp_path: Path) -> None:
+    options, held, absent = FORMS[form]
+    checkpoint = build_tiny_checkpoint(tmp_path, seed=3, **options)
+    names = names_in(tmp_path)
+    assert held in names and absent not in names
+    assert (tmp_path / "model.safetensors.index.json").exists() == ("shards" in form[1])
+    model = load_model(tmp_path)
+    with torch.inference_mode():
+        assert_logits_close(logits(model), checkpoint.model(torch.tensor([TOKENS])).logits[0])
+    assert (model.mtp is not None) == options.get("has_mtp", True)
+    text = {n for n in names if "visual" not in n}
+    assert model.num_parameters == sum(num_elements(tmp_path, text).values())
+
+
+def num_elements(folder: Path, names: set[str]) -> dict[str, int]:
+    """Return the number of elements of each tensor."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        handle = safe_open(file, "pt")
+        for name in names & set(handle.keys()):
+            found[name] = handle.get_tensor(name).numel()
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_transformers_reads_the_composite_the_same(family: Any, tmp_path: Path) -> None:
+    """The oracle itself: what transformers makes of the files is what they were written from."""
+    checkpoint = build_tiny_checkpoint(tmp_path, family=family, layout="composite", has_mtp=False)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = checkpoint.model(torch.tensor([TOKENS])).logits
+        assert torch.equal(theirs(torch.tensor([TOKENS])).logits, expected)
+
+
+@pytest.mark.parametrize("layout", ["text", "composite"])
+def test_rope_fields_at_either_place(layout: Any, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 321.0, "partial_rotary_factor": 0.5}
+    build_tiny_checkpoint(tmp_path, layout=layout, rope_parameters=rope)
+    nested = load_model(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    fields = config.get("text_config", config)
+    moved = fields.pop("rope_parameters")
+    fields |= {name: moved[name] for name in ("rope_theta", "partial_rotary_factor")}
+    file.write_text(json.dumps(config))
+    flat = load_model(tmp_path)
+    assert (flat.config.rope_theta, flat.config.rotary_dim) == (321.0, 16)
+    assert torch.equal(logits(flat), logits(nested))
+    fields["rope_theta"] = 322.0
+    file.write_text(json.dumps(config))
+    assert not torch.equal(logits(load_model(tmp_path)), logits(nested))  # teeth
+
+
+def test_a_single_file_goes_before_an_index_of_others(tmp_path: Path) -> None:
+    """As in transformers: what was saved over shards counts, and not the shards."""
+    build_tiny_checkpoint(tmp_path, seed=1, num_shards=2)
+    old = logits(load_model(tmp_path))
+    build_tiny_checkpoint(tmp_path / "new", seed=2)
+    (tmp_path / "new" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert not torch.equal(logits(load_model(tmp_path)), old)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stored_dtype_does_not_matter_for_gates(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A_log and the gated norm stay fp32 as stored; matrices are widened exactly."""
+    checkpoint = build_tiny_checkpoint(tmp_path, family="qwen3_next", dtype=dtype)
+    with torch.inference_mode():
+        expected = checkpoint.model(torch.tensor([TOKENS])).logits[0]
+    assert_logits_close(logits(load_model(tmp_path)), expected)
