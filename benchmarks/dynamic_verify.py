@@ -38,9 +38,7 @@ class Usage:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument(
-        "--requests", type=int, default=16, help="prompts at once (default 16)"
-    )
+    parser.add_argument("--requests", type=int, default=16, help="prompts at once (default 16)")
     parser.add_argument("--verify-rows", type=int, default=40, help="rows a step (default 40)")
     parser.add_argument("--draft-tokens", type=int, default=5, help="drafts each (default 5)")
     parser.add_argument("--max-tokens", type=int, default=48, help="new tokens (default 48)")
@@ -68,7 +66,7 @@ def main() -> int:
     expected: list[list[int]] | None = None
     summary = {}
     for name, chosen in options.items():
-        llm = LLM("bundled", device=args.device, **chosen)
+        llm = LLM("bundled", device=args.device, dtype=args.dtype, **chosen)
         results = llm.generate(prompts, params)
         tokens = [result.outputs[0].token_ids for result in results]
         expected = tokens if expected is None else expected
