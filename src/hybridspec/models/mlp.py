@@ -78,22 +78,30 @@ class MoeMlp:
         """
         num_rows, per_row = experts.shape
         of_expert, order = experts.flatten().sort(stable=True)
-        counts = of_expert.bincount(minlength=self.config.num_experts).tolist()
-        spans, start = [], 0
-        for expert, count in enumerate(counts):
-            if count:
-                spans.append((expert, start, start + count))
-                start += count
+        numbers = torch.arange(self.config.num_experts, device=x.device)
+        ends = torch.searchsorted(of_expert, numbers, right=True, out_int32=True)
+        products = _products_at_once if x.is_cuda else _products_one_by_one
         inputs = x.index_select(0, order.div(per_row, rounding_mode="floor"))
-        gate, up = _products(inputs, self.gate_up_weight, spans).chunk(2, -1)
-        out = _products(F.silu(gate).mul_(up), self.down_weight, spans)
+        gate, up = products(inputs, self.gate_up_weight, ends).chunk(2, -1)
+        out = products(F.silu(gate).mul_(up), self.down_weight, ends)
         restored = torch.empty_like(out).index_copy_(0, order, out)
         return restored.view(num_rows, per_row, -1)
 
 
-def _products(x: Tensor, weight: Tensor, spans: list[tuple[int, int, int]]) -> Tensor:
-    """Multiply rows start:stop of x [N, in] with weight[expert] [out, in] for each span."""
+def _products_at_once(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows of x [N, in] up to ends[e] with weight[e] [out, in], for every expert e.
+
+    Nothing of it depends on the host, but on a CPU experts without rows are not free.
+    """
+    return F.grouped_mm(x, weight.mT, offs=ends)
+
+
+def _products_one_by_one(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The same, touching only experts that have rows."""
     out = x.new_empty(x.shape[0], weight.shape[1])
-    for expert, start, stop in spans:
-        torch.mm(x[start:stop], weight[expert].t(), out=out[start:stop])
+    start = 0
+    for expert, stop in enumerate(ends.tolist()):
+        if stop > start:
+            torch.mm(x[start:stop], weight[expert].t(), out=out[start:stop])
+            start = stop
     return out
