@@ -36,6 +36,7 @@ THIRD_PARTY = {
     "safetensors": {"models"},
     "tokenizers": {"models"},
     "rich": {"cli"},
+    "jinja2": {"models"},
 }
 
 

@@ -79,8 +79,19 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def make_request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+    def make_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+    ) -> Request:
         """Check a request without queueing it.
+
+        Args:
+            prompt: text or tokens.
+            params: the request's parameters.
+            add_special_tokens: whether the tokenizer may put its own around a text.
 
         Returns:
             The first of its `continuations`.
@@ -95,7 +106,8 @@ class Engine:
                     f"prompt: {self.folder} has no tokenizer.json, so text cannot be used; "
                     f"give prompt_token_ids"
                 )
-            text, prompt = prompt, self.tokenizer.encode(prompt)
+            text = prompt
+            prompt = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         ids = self._checked(prompt)
         vocab = self.model.config.vocab_size
         check_params(

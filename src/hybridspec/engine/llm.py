@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from hybridspec.engine.memory import available_bytes, request_bytes
 from hybridspec.engine.outputs import RequestOutput, StepOutput
 from hybridspec.engine.request import Request
 from hybridspec.models import ModelConfig
+from hybridspec.models.chat import ChatTemplates, is_conversation
+from hybridspec.models.generation import sampling_defaults
 
 __all__ = ["LLM", "EngineInfo"]
 
@@ -124,7 +127,8 @@ class LLM:
 
         Args:
             prompts: a text or a list of texts; or None.
-            sampling_params: one for all, or one per prompt; None is SamplingParams().
+            sampling_params: one for all, or one per prompt; None takes the checkpoint's,
+                `default_sampling_params()`.
             prompt_token_ids: the prompts as tokens instead: one list, or a list of lists.
 
         Returns:
@@ -135,7 +139,7 @@ class LLM:
             ValueError, TypeError, CapacityError: if a prompt or a parameter does not fit; nothing
                 is generated then.
         """
-        requests = self._requests(prompts, sampling_params, prompt_token_ids)
+        requests = self._requests(_prompt_list(prompts, prompt_token_ids), sampling_params)
         for _ in self._run(requests):
             pass
         return [request.output() for request in requests]
@@ -153,10 +157,97 @@ class LLM:
         """
         if prompt is not None and not isinstance(prompt, str):
             raise TypeError(f"prompt: expected one text, got {type(prompt).__name__}")
-        requests = self._requests(prompt, sampling_params, prompt_token_ids)
-        if len(requests) != 1:
-            raise TypeError(f"prompt_token_ids: expected one list of ids, got {len(requests)}")
-        return self._run(requests)
+        prompts = _prompt_list(prompt, prompt_token_ids)
+        if len(prompts) != 1:
+            raise TypeError(f"prompt_token_ids: expected one list of ids, got {len(prompts)}")
+        return self._run(self._requests(prompts, sampling_params))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one or many conversations.
+
+        Args:
+            messages: one conversation, oldest message first, {"role": ..., "content": ...} each; or
+                a list of conversations.
+            sampling_params: as in `generate`.
+            template_options: as in `chat_prompt`.
+
+        Returns:
+            One finished RequestOutput per conversation; its `prompt` is what the template made.
+
+        Raises:
+            ValueError, TypeError, UnsupportedError, CheckpointError, CapacityError: if there is no
+                chat template, it refuses the messages, or a parameter does not fit; nothing is
+                generated then.
+        """
+        each = [messages] if is_conversation(messages) else messages
+        prompts = [self.chat_prompt(one, **template_options) for one in each]  # type: ignore[arg-type]
+        requests = self._requests(prompts, sampling_params, add_special_tokens=False)
+        for _ in self._run(requests):
+            pass
+        return [request.output() for request in requests]
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        **template_options: Any,
+    ) -> Iterator[StepOutput]:
+        """Answer one conversation, yielding what each step adds; arguments as in `chat`."""
+        prompt = self.chat_prompt(messages, **template_options)
+        return self._run(self._requests([prompt], sampling_params, add_special_tokens=False))
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> str:
+        """Return the prompt that a chat template makes of one conversation.
+
+        Its special tokens are written out, so encode it with `add_special_tokens=False`.
+
+        Args:
+            messages: one conversation, oldest message first.
+            tools: JSON schemas of functions that the model may call.
+            chat_template: a Jinja template, or the name of one of the checkpoint's; None takes the
+                checkpoint's default.
+            add_generation_prompt: whether to open the answer at the end.
+            continue_final_message: end inside the last message, for the model to go on with it;
+                needs `add_generation_prompt=False`.
+            template_kwargs: what else the template looks at, such as `enable_thinking`.
+        """
+        return self._chat_templates.render(
+            messages,
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **template_kwargs,
+        )
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return what the checkpoint's generation_config.json recommends.
+
+        That file may set temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens and
+        do_sample; what it does not set is as in SamplingParams().
+
+        Raises:
+            CheckpointError: if the file is broken.
+        """
+        return sampling_defaults(self._engine.folder)
+
+    @functools.cached_property
+    def _chat_templates(self) -> ChatTemplates:
+        return ChatTemplates.from_folder(self._engine.folder)
 
     def describe(self) -> EngineInfo:
         """Say what this engine runs on and what a request costs."""
@@ -190,13 +281,15 @@ class LLM:
 
     def _requests(
         self,
-        prompts: str | Sequence[str] | None,
+        items: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        *,
+        add_special_tokens: bool = True,
     ) -> list[Request]:
-        items = _prompt_list(prompts, prompt_token_ids)
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(items)
+        if params is None:
+            params = self.default_sampling_params()
+        if isinstance(params, SamplingParams):
+            each = [params] * len(items)
         else:
             each = list(params)
             if len(each) != len(items):
@@ -209,7 +302,10 @@ class LLM:
                 raise TypeError(
                     f"sampling_params: expected SamplingParams, got {type(one).__name__}"
                 )
-        return [self._engine.make_request(item, one) for item, one in zip(items, each, strict=True)]
+        return [
+            self._engine.make_request(item, one, add_special_tokens=add_special_tokens)
+            for item, one in zip(items, each, strict=True)
+        ]
 
     def _run(self, requests: list[Request]) -> Iterator[StepOutput]:
         """Run the engine until these requests are done; drop them if the caller stops early."""
