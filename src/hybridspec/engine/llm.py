@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridspec.bundled import bundled_model_path
 from hybridspec.config import EngineConfig, SamplingParams
+from hybridspec.engine.backends import backends_in_use
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.memory import available_bytes, request_bytes
 from hybridspec.engine.outputs import RequestOutput, StepOutput
@@ -272,7 +273,7 @@ class LLM:
             model_config=engine.model.config,
             num_parameters=engine.model.num_parameters,
             has_mtp=engine.model.mtp is not None,
-            backends=_backends(pools.device.type),
+            backends=backends_in_use(pools),
             request_bytes=parts,
             kv_bytes_per_token=kv_per_token,
             snapshot_bytes=(self.config.draft_tokens + 1) * parts["GDN state"],
@@ -357,9 +358,3 @@ def _listed(name: str, value: Any, what: str) -> list[Any]:
     if not _is_list(value):
         raise TypeError(f"{name}: expected a list of {what}, got {type(value).__name__}")
     return list(value)
-
-
-def _backends(device: str) -> dict[str, tuple[str, str]]:
-    reason = f"plain PyTorch, the only backend of this op on {device}"
-    ops = ("gated_delta_rule", "causal_conv1d", "paged_attention", "sampling")
-    return dict.fromkeys(ops, ("reference", reason))
