@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybridspec.errors import CheckpointError, UnsupportedError
 
-__all__ = ["Checkpoint", "OnProgress"]
+__all__ = ["Checkpoint", "OnProgress", "weight_files"]
 
 OnProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -200,6 +200,18 @@ class Checkpoint:
                 f"found {stored.get_dtype()}; quantized files are not supported"
             )
         return _DTYPES[stored.get_dtype()]
+
+
+def weight_files(folder: Path, only: str = "") -> list[str]:
+    """Return the names of a folder's weight files as its index has it.
+
+    Args:
+        folder: may lack the files themselves.
+        only: leaves out files without tensors whose names start with this.
+    """
+    index = folder / _INDEX
+    shard_of = _read_index(index) if index.is_file() else {only: _SINGLE}
+    return sorted({shard for name, shard in shard_of.items() if name.startswith(only)})
 
 
 def _read_index(index: Path) -> dict[str, str]:
