@@ -76,6 +76,7 @@ def test_json_with_trace_holds_the_steps(cli: Callable, fake: FakeLLM) -> None:
     steps = json.loads(cli("generate", "say", "--json", "--trace").out)["steps"]
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
     assert steps[2] == {
+        "index": 0,
         "step": 2,
         "drafted": [ord("f"), ord("x"), ord("y")],
         "token_ids": [ord("f"), ord("\n")],

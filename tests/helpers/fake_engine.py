@@ -68,6 +68,7 @@ class FakeLLM:
         draft_tokens: as in EngineConfig.
         tokenizer: None makes it a model without text.
         seen: the sampling parameters of the requests, in order.
+        chats: the messages and the template's options of the conversations, in order.
     """
 
     script: Sequence[ScriptedStep] = SCRIPT
@@ -75,6 +76,7 @@ class FakeLLM:
     draft_tokens: int = 3
     tokenizer: FakeTokenizer | None = field(default_factory=FakeTokenizer)
     seen: list[SamplingParams] = field(default_factory=list)
+    chats: list[tuple[list[dict[str, str]], dict[str, Any]]] = field(default_factory=list)
 
     @property
     def config(self) -> EngineConfig:
@@ -99,6 +101,12 @@ class FakeLLM:
         self.seen.append(sampling_params)
         ids = prompt_token_ids or [ord(character) for character in prompt or ""]
         return self._steps(prompt, ids)
+
+    def stream_chat(
+        self, messages: list[dict[str, str]], sampling_params: SamplingParams, **options: Any
+    ) -> Iterator[StepOutput]:
+        self.chats.append(([*messages], options))
+        return self.stream(" ".join(message["content"] for message in messages), sampling_params)
 
     def _steps(self, prompt: str | None, prompt_token_ids: list[int]) -> Iterator[StepOutput]:
         stats = RequestStats(prefill_s=0.25)

@@ -201,7 +201,38 @@ def _add_sampling(parser: argparse.ArgumentParser, **defaults: Any) -> None:
         help="never say this; may be given several times",
     )
     group.add_argument(
+        "--logit-bias",
+        action="append",
+        default=[],
+        metavar="ID:BIAS",
+        help="add to the logit of a token; may be given several times",
+    )
+    group.add_argument(
         "--ignore-eos", action="store_true", help="go on after the model's end-of-text token"
+    )
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("chat")
+    group.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer line by line, PROMPT first, with the model's chat template; ends at the end "
+        "of the input or with /exit",
+    )
+    group.add_argument("--system", metavar="TEXT", help="a system message before all others")
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja file, or the name of one of the model's templates",
+    )
+    group.add_argument(
+        "--template-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        dest="template_args",
+        help="what else the template looks at; JSON or text; may be given several times",
     )
 
 
@@ -252,6 +283,17 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     _add_json(group, "text, tokens, speed, acceptance")
     group.add_argument("--quiet", action="store_true", help="the text only")
+    group.add_argument("--n", type=int, default=1, metavar="N", help="continuations (default: 1)")
+    group.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="log-probabilities of the tokens and of the N most likely ones",
+    )
+    group.add_argument(
+        "--prompt-logprobs", type=int, metavar="N", help="the same for the tokens of the prompt"
+    )
+    _add_chat(parser)
     _add_speculation(parser, is_optional=True)
     _add_sampling(parser)
 
@@ -310,14 +352,33 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             raise UsageError(f"{_flag(name)}: expected a positive number, got {value}")
     if getattr(arguments, "no_speculation", False):
         arguments.draft_tokens = 0
+    if arguments.command == "generate" and not arguments.chat:
+        for name in ("system", "chat_template", "template_args"):
+            if getattr(arguments, name):
+                raise UsageError(f"{_flag(name).removesuffix('s')}: needs --chat")
     return arguments
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """Return the sampling parameters that the flags ask for; raises UsageError on wrong values."""
     names = (*_SAMPLING, "stop", "stop_token_ids", "bad_words", "ignore_eos")
+    given = {name: getattr(arguments, name) for name in names}
+    for name in ("n", "logprobs", "prompt_logprobs"):  # flags of `generate` only
+        if hasattr(arguments, name):
+            given[name] = getattr(arguments, name)
     with usage_errors():
-        return SamplingParams(**{name: getattr(arguments, name) for name in names})
+        return SamplingParams(**given, logit_bias=_logit_bias(arguments.logit_bias))
+
+
+def _logit_bias(words: Sequence[str]) -> dict[int, float]:
+    bias = {}
+    for word in words:
+        token, _, value = word.partition(":")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise UsageError(f"--logit-bias: expected ID:BIAS, got {word!r}") from None
+    return bias
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:

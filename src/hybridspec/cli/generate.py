@@ -14,13 +14,14 @@ from rich.text import Text
 
 import hybridspec
 from hybridspec.cli import loading
-from hybridspec.cli.arguments import sampling_params, usage_errors
+from hybridspec.cli.arguments import UsageError, sampling_params, usage_errors
 from hybridspec.cli.prompts import Prompt, read_prompt
 from hybridspec.cli.render import (
     ACCEPTED,
     MarkedText,
     PlainConsole,
     amount,
+    logprob_line,
     percent,
     print_facts,
     printable,
@@ -29,12 +30,13 @@ from hybridspec.cli.render import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from hybridspec import LLM, SamplingParams
-    from hybridspec.engine import RequestOutput, StepOutput
+    from hybridspec.engine import CompletionOutput, RequestOutput, StepOutput
+    from hybridspec.speculate import TokenLogprobs
 
-__all__ = ["Result", "run"]
+__all__ = ["Result", "report", "run"]
 
 _SEED_BITS = 31
 
@@ -64,14 +66,19 @@ class Result:
     def memory(self) -> dict[str, int]:
         """Return bytes of this request, here and in an engine that keeps state snapshots."""
         info = self.llm.describe()
-        output = self.output
-        num_tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
+        outputs = self.output.outputs
+        num_tokens = len(outputs) * len(self.output.prompt_token_ids) + self.num_new_tokens
         kv = num_tokens * info.kv_bytes_per_token
         return {
-            "bytes_per_request": sum(info.request_bytes.values()) + kv,
-            "bytes_per_request_with_snapshots": info.snapshot_bytes + kv,
+            "bytes_per_request": len(outputs) * sum(info.request_bytes.values()) + kv,
+            "bytes_per_request_with_snapshots": len(outputs) * info.snapshot_bytes + kv,
             "bytes_of_keys_and_values_in_both": kv,
         }
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens of all continuations."""
+        return sum(len(one.token_ids) for one in self.output.outputs)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,18 +86,35 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.temperature > 0 and arguments.seed is None:
         arguments.seed = secrets.randbits(_SEED_BITS)
     params = sampling_params(arguments)
+    if params.n > 1 and arguments.trace and not arguments.json:
+        raise UsageError(f"--n: --trace shows one continuation, got {params.n} (--json shows all)")
+    if arguments.chat:
+        from hybridspec.cli import chat
+
+        return chat.run(arguments, params)
     prompt = read_prompt(arguments)
     with loading.progress("loading the model"):
         llm = loading.open_engine(arguments)
         with usage_errors():
             steps = llm.stream(prompt.text, params, prompt_token_ids=prompt.token_ids)
         loading.warm_up(llm)
-    if arguments.json:
-        result = _collect(llm, params, steps, on_step=lambda step: None)
-        print(json.dumps(as_json(result, with_steps=arguments.trace), allow_nan=False))
-    else:
-        _show(arguments, llm, params, prompt, steps)
+    report(arguments, llm, params, prompt, steps)
     return 0
+
+
+def report(
+    arguments: argparse.Namespace,
+    llm: LLM,
+    params: SamplingParams,
+    prompt: Prompt,
+    steps: Iterator[StepOutput],
+) -> Result:
+    """Run a request and show it in the form that the flags ask for."""
+    if not arguments.json:
+        return _show(arguments, llm, params, prompt, steps)
+    result = _collect(llm, params, steps, on_step=lambda step: None)
+    print(json.dumps(as_json(result, with_steps=arguments.trace), allow_nan=False), flush=True)
+    return result
 
 
 def _collect(
@@ -114,8 +138,8 @@ def _show(
     params: SamplingParams,
     prompt: Prompt,
     steps: Iterator[StepOutput],
-) -> None:
-    """Stream the text or the steps, then the panel."""
+) -> Result:
+    """Stream the text or the steps, then the log-probabilities and the panel."""
     console = PlainConsole()
     draft_tokens = llm.config.draft_tokens
     take = _marker(llm)
@@ -126,6 +150,8 @@ def _show(
         _echo(console, prompt)
 
     def on_step(step: StepOutput) -> None:
+        if params.n > 1:
+            return
         text = take(step)
         if arguments.trace:
             held_back.append_text(text)
@@ -139,10 +165,37 @@ def _show(
     if arguments.trace and not arguments.quiet:
         console.print()
         console.print(held_back, end="", soft_wrap=True)
+    for one in result.output.outputs if params.n > 1 else ():
+        heading = f"continuation {one.index + 1} of {params.n} (ended by {one.finish_reason})"
+        console.print(heading, style="dim", soft_wrap=True)
+        console.print(Text(printable(_shown_text(llm, one))), soft_wrap=True)
     console.print()
-    if not arguments.quiet:
+    _print_logprobs(console, result)
+    if not arguments.quiet and not arguments.chat:
         console.print()
         print_facts(console, "hybridspec", facts(result, prompt, console.is_terminal))
+    return result
+
+
+def _shown_text(llm: LLM, one: CompletionOutput) -> str:
+    return one.text if llm.tokenizer is not None else " ".join(map(str, one.token_ids))
+
+
+def _print_logprobs(console: Console, result: Result) -> None:
+    """Print what was asked for with --logprobs and --prompt-logprobs, a line for each token."""
+    output = result.output
+    parts: list[tuple[str, Sequence[TokenLogprobs | None]]]
+    parts = [("prompt", output.prompt_logprobs or [])]
+    parts += [(f"continuation {one.index + 1}", one.logprobs or []) for one in output.outputs]
+    for name, reports in parts:
+        if reports:
+            console.print()
+            heading = f"log-probability, rank, token, most likely tokens: {name}"
+            console.print(heading, style="bold", soft_wrap=True)
+        for found in reports:
+            if found is not None:
+                line = logprob_line(found, lambda token: _piece(result.llm, token))
+                console.print(line, soft_wrap=True)
 
 
 def _marker(llm: LLM) -> Callable[[StepOutput], Text]:
@@ -177,7 +230,7 @@ def _echo(console: Console, prompt: Prompt) -> None:
 def facts(result: Result, prompt: Prompt, is_terminal: bool) -> list[tuple[str, str | Text]]:
     """Return the names and values of the panel below the text."""
     stats = result.output.stats
-    completion = result.output.outputs[0]
+    ended = ", ".join(str(one.finish_reason) for one in result.output.outputs)
     committed = stats.committed_per_step
     speed = result.tokens_per_second
     num_drafts = result.llm.config.draft_tokens
@@ -188,8 +241,8 @@ def facts(result: Result, prompt: Prompt, is_terminal: bool) -> list[tuple[str, 
     rows.append(
         (
             "tokens",
-            f"{len(completion.token_ids)} after a prompt of {len(result.output.prompt_token_ids)}"
-            f" (ended by {completion.finish_reason})",
+            f"{result.num_new_tokens} after a prompt of {len(result.output.prompt_token_ids)}"
+            f" (ended by {ended})",
         )
     )
     rows.append(
@@ -222,7 +275,7 @@ def as_json(result: Result, *, with_steps: bool) -> dict[str, Any]:
     """Return the whole outcome as one JSON object."""
     output, config = result.output, result.llm.config
     stats, completion = output.stats, output.outputs[0]
-    num_prompt, num_new = len(output.prompt_token_ids), len(completion.token_ids)
+    num_prompt, num_new = len(output.prompt_token_ids), result.num_new_tokens
     document: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -248,9 +301,20 @@ def as_json(result: Result, *, with_steps: bool) -> dict[str, Any]:
         "seed": result.params.seed,
         "version": hybridspec.__version__,
     }
+    if len(output.outputs) > 1:
+        document["continuations"] = [
+            {"text": one.text, "token_ids": one.token_ids, "finish_reason": one.finish_reason}
+            for one in output.outputs
+        ]
+    if completion.logprobs is not None:
+        each = [_reports_as_json(result.llm, one.logprobs or []) for one in output.outputs]
+        document["logprobs"] = each if len(each) > 1 else each[0]
+    if output.prompt_logprobs is not None:
+        document["prompt_logprobs"] = _reports_as_json(result.llm, output.prompt_logprobs)
     if with_steps:
         document["steps"] = [
             {
+                "index": step.index,
                 "step": step.step,
                 "drafted": step.drafted,
                 "token_ids": step.token_ids,
@@ -261,3 +325,21 @@ def as_json(result: Result, *, with_steps: bool) -> dict[str, Any]:
             for step in result.steps
         ]
     return document
+
+
+def _reports_as_json(llm: LLM, reports: Sequence[TokenLogprobs | None]) -> list[Any]:
+    """Return for each token a list: itself, then the most likely ones; None for a first token."""
+    return [
+        None
+        if found is None
+        else [
+            {
+                "token_id": token,
+                "text": _piece(llm, token),
+                "logprob": entry.logprob,
+                "rank": entry.rank,
+            }
+            for token, entry in found.items()
+        ]
+        for found in reports
+    ]

@@ -15,12 +15,14 @@ from rich.theme import Theme
 if TYPE_CHECKING:
     from hybridspec.engine import StepOutput
     from hybridspec.models.tokenizer import Detokenizer
+    from hybridspec.speculate import TokenLogprobs
 
 __all__ = [
     "ACCEPTED",
     "MarkedText",
     "PlainConsole",
     "amount",
+    "logprob_line",
     "percent",
     "print_facts",
     "printable",
@@ -142,6 +144,20 @@ def trace_line(step: StepOutput, draft_tokens: int, piece: Callable[[int], str])
         line.append(shown(own, piece(own)), OWN)
     if step.finished:
         line.append(f"  {step.finish_reason}", FAINT)
+    return line
+
+
+def logprob_line(report: TokenLogprobs, piece: Callable[[int], str]) -> Text:
+    """Return how likely a token was, and behind it the most likely ones.
+
+    Args:
+        report: by token id, the token itself first.
+        piece: text of a token alone, "" if it has none.
+    """
+    (token, own), *others = report.items()
+    line = Text(f"{own.logprob:9.3f} {own.rank:6d}  ").append(shown(token, piece(token)), OWN)
+    for token, other in others:
+        line.append(f"  {shown(token, piece(token))} {other.logprob:.3f}", FAINT)
     return line
 
 
