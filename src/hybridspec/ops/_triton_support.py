@@ -9,20 +9,27 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+from collections.abc import Callable
 
 import torch
 
+from hybridspec.ops._backends import Supports, always
+
 __all__ = [
+    "CPU_CAPABILITY",
     "FLOATS",
     "INTEGERS",
     "LOWEST_CAPABILITY",
+    "capability",
     "compiler_version",
     "explain_target",
     "explain_tensors",
     "round_up_to_power_of_two",
+    "triton_or_reference",
 ]
 
 LOWEST_CAPABILITY = (8, 0)
+CPU_CAPABILITY = (0, 0)  # of Triton's interpreter
 
 # First Triton release that was seen to emit code for a capability (compiled ahead of time; an older
 # compiler may abort the process instead of raising, so it is never asked).
@@ -84,20 +91,42 @@ def explain_target(capability: tuple[int, int], version: str | None) -> str | No
 def _explain_device(index: int) -> str | None:
     if torch.version.hip is not None:
         return "hardware: only NVIDIA devices are supported"
-    return explain_target(torch.cuda.get_device_capability(index), compiler_version())
+    return explain_target(_device_capability(index), compiler_version())
+
+
+def capability(tensor: torch.Tensor) -> tuple[int, int]:
+    """Compute capability of the device of a tensor."""
+    if not tensor.is_cuda:
+        return CPU_CAPABILITY
+    return _device_capability(tensor.device.index)
+
+
+@functools.cache
+def _device_capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def _explain_cpu() -> str | None:
+    if compiler_version() is None:
+        return "Triton is not installed"
+    import triton
+
+    return None if triton.knobs.runtime.interpret else "the tensors are not on a CUDA device"
 
 
 def explain_tensors(
     named: list[tuple[str, torch.Tensor]], dtypes: tuple[torch.dtype, ...] = FLOATS
 ) -> str | None:
-    """Say why the CUDA tensors of a call cannot be served, or return None.
+    """Say why the tensors of a call cannot be served, or return None.
+
+    On a CPU only Triton's interpreter can, which is a choice for tests.
 
     Args:
         named: names and tensors; the first decides the device.
         dtypes: dtypes that the kernel takes.
     """
     device = named[0][1].device
-    reason = _explain_device(device.index)
+    reason = _explain_device(device.index) if device.type == "cuda" else _explain_cpu()
     if reason is not None:
         return reason
     for name, tensor in named:
@@ -106,6 +135,17 @@ def explain_tensors(
         if tensor.dtype not in dtypes:
             return f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}"
     return None
+
+
+def triton_or_reference(explain: Supports) -> Callable[[torch.Tensor], dict[str, Supports]]:
+    """Return the candidates of an op by a tensor of the call: on a CPU the reference comes first.
+
+    Args:
+        explain: says why the op's kernel cannot serve a call.
+    """
+    on_device = {"triton": explain, "reference": always}
+    on_cpu = {"reference": always, "triton": explain}
+    return lambda anchor: on_device if anchor.is_cuda else on_cpu
 
 
 def round_up_to_power_of_two(size: int) -> int:

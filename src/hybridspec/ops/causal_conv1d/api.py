@@ -8,6 +8,7 @@ from torch import Tensor
 from hybridspec.ops._backends import always, choose_backend
 from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
 from hybridspec.ops._library import register
+from hybridspec.ops._triton_support import triton_or_reference
 from hybridspec.ops.causal_conv1d import launch, reference
 
 __all__ = ["prefill", "verify"]
@@ -15,7 +16,7 @@ __all__ = ["prefill", "verify"]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
 _PREFILL_BACKENDS = {"reference": always}
-_VERIFY_BACKENDS = {"triton": launch.explain_verify, "reference": always}
+_verify_backends = triton_or_reference(launch.explain_verify)
 _ARGUMENTS = (
     "(Tensor x, Tensor weight, Tensor(a!) conv_ring, Tensor seq_len, Tensor cu_seqlens, "
     "Tensor slots, int max_rows, Tensor? bias, str? activation, Tensor(b!) out, str backend)"
@@ -215,7 +216,7 @@ def _check_capacity(conv_ring: Tensor, weight: Tensor, max_rows: int) -> None:
 def _verify(x: Tensor, weight: Tensor, conv_ring: Tensor, *args) -> None:
     *rest, backend = args
     name, tensors = "causal_conv1d.verify", (x, weight, conv_ring)
-    if choose_backend(name, backend, _VERIFY_BACKENDS, *tensors, rest[-1], rest[3]) == "triton":
+    if choose_backend(name, backend, _verify_backends(x), *tensors, rest[-1], rest[3]) == "triton":
         launch.verify(*tensors, *rest)
     else:
         reference.verify(*tensors, *rest)

@@ -21,8 +21,6 @@ def explain_verify(
     max_verify_tokens: int,
 ) -> str | None:
     """Say why the Triton kernel cannot serve a verify call, or return None."""
-    if not x.is_cuda:
-        return f"x is on {x.device.type}, not on a CUDA device"
     reason = explain_tensors([("x", x), ("weight", weight), ("conv_ring", conv_ring), ("out", out)])
     if reason is None and max_verify_tokens > _MAX_TOKENS:
         reason = f"max_verify_tokens is {max_verify_tokens}, the kernel takes up to {_MAX_TOKENS}"

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hybridspec.ops._backends import always, choose_backend
 from hybridspec.ops._library import register
+from hybridspec.ops._triton_support import triton_or_reference
 from hybridspec.ops.gated_delta_rule import launch, reference
 from hybridspec.ops.gated_delta_rule import prefill as reference_prefill
 from hybridspec.ops.gated_delta_rule.contracts import (
@@ -20,8 +21,8 @@ from hybridspec.ops.gated_delta_rule.ring import RingView
 __all__ = ["fold", "materialize", "prefill", "verify"]
 
 _PREFILL_BACKENDS = {"reference": always}
-_VERIFY_BACKENDS = {"triton": launch.explain_verify, "reference": always}
-_ADVANCE_BACKENDS = {"triton": launch.explain_advance, "reference": always}
+_verify_backends = triton_or_reference(launch.explain_verify)
+_advance_backends = triton_or_reference(launch.explain_advance)
 _ROWS = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias"
 _RING = "Tensor ring_start, Tensor history_len, int max_window"
 _OPTIONS = "float scale, bool use_qk_l2norm, float beta_scale"
@@ -292,7 +293,7 @@ def _verify(*args) -> None:
     tensors, ring, rest = call[:8], _ring(*call[8:14]), call[14:]
     q, _, _, a, b, _, _, state = tensors
     chosen = choose_backend(
-        "gated_delta_rule.verify", backend, _VERIFY_BACKENDS,
+        "gated_delta_rule.verify", backend, _verify_backends(q),
         q, a, b, state, ring, rest[3], max_verify_tokens,
     )  # fmt: skip
     if chosen == "triton":
@@ -304,7 +305,10 @@ def _verify(*args) -> None:
 def _fold(state: Tensor, *args) -> None:
     *ring, slots, is_fold, backend = args
     view = _ring(*ring)
-    if choose_backend("gated_delta_rule.fold", backend, _ADVANCE_BACKENDS, state, view) == "triton":
+    if (
+        choose_backend("gated_delta_rule.fold", backend, _advance_backends(state), state, view)
+        == "triton"
+    ):
         launch.advance(state, view, slots, slots, is_fold, is_flag=True)
     else:
         reference.fold(state, view, slots, is_fold)
@@ -313,7 +317,9 @@ def _fold(state: Tensor, *args) -> None:
 def _materialize(state: Tensor, *args) -> None:
     *ring, slots, out_slots, num_rows, backend = args
     view = _ring(*ring)
-    chosen = choose_backend("gated_delta_rule.materialize", backend, _ADVANCE_BACKENDS, state, view)
+    chosen = choose_backend(
+        "gated_delta_rule.materialize", backend, _advance_backends(state), state, view
+    )
     if chosen == "triton":
         launch.advance(state, view, slots, out_slots, num_rows, is_flag=False)
     else:

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridspec.ops._triton_support import explain_tensors, round_up_to_power_of_two
+from hybridspec.ops._triton_support import (
+    CPU_CAPABILITY,
+    capability,
+    compiler_version,
+    explain_tensors,
+    round_up_to_power_of_two,
+)
 from hybridspec.ops.gated_delta_rule.ring import RingView
 
 __all__ = [
@@ -70,15 +76,22 @@ class Operands:
     precision: str
 
 
-def choose_operands(act: torch.dtype, state: torch.dtype, ring: torch.dtype) -> Operands:
-    """Pick operand types: those of the tensors, or fp32 throughout for fp32 activations."""
-    if act == torch.float32:
-        return Operands(act=act, state=act, ring=act, precision="ieee")
-    return Operands(act=act, state=state, ring=ring, precision="tf32")
+_EXACT = Operands(act=torch.float32, state=torch.float32, ring=torch.float32, precision="ieee")
+
+
+def choose_operands(rows: Tensor, state: Tensor, ring: RingView) -> Operands:
+    """Pick operand types: those of the tensors, or fp32 throughout for fp32 activations.
+
+    Triton's interpreter has no products of bf16, so what it runs on a CPU is fp32 too.
+    """
+    if rows.dtype == torch.float32 or not rows.is_cuda:
+        return _EXACT
+    return Operands(act=rows.dtype, state=state.dtype, ring=ring.k.dtype, precision="tf32")
 
 
 def choose_verify_launch(
-    capability: tuple[int, int],
+    target: tuple[int, int],
+    compiler: str | None,
     num_heads: int,
     key_dim: int,
     value_dim: int,
@@ -88,7 +101,8 @@ def choose_verify_launch(
     """Pick tile sizes for verify; tuned on an H200 with Triton 3.6, 2026-11-30.
 
     Args:
-        capability: compute capability of the device.
+        target: compute capability of the device.
+        compiler: Triton version.
         num_heads: requests times value heads.
         key_dim: K.
         value_dim: V.
@@ -96,21 +110,26 @@ def choose_verify_launch(
         operands: operand types.
     """
     is_wide = torch.float32 in (operands.state, operands.ring)
-    num_warps = 1
+    num_large = (key_dim > 128) + (num_tokens > 8)
+    num_warps, block_k, num_stages = 1 << num_large, 64, 3
     if operands.act == torch.float32:
-        num_warps = 4
-    elif num_tokens > 8 or key_dim > 128:
-        num_warps = 4 if is_wide else 2
-    block_k = min(_largest_divisor_power(key_dim), 32 if is_wide else 64)
+        num_warps, block_k = (8 if num_large else 4), 32
+    elif num_large == 2 or (is_wide and num_large):
+        num_warps, block_k, num_stages = 8, 64 * num_large, 2
+    elif is_wide:
+        num_warps, block_k = (2 if operands.ring == torch.float32 else 1), 32
     splits = 2 if num_heads <= 132 and value_dim % 32 == 0 else 1
     tile_bytes = 16 * key_dim * operands.state.itemsize
-    lines = 2 * tile_bytes // _CACHE_LINE_BYTES if value_dim >= 32 * splits else 0
-    is_tuned = num_warps == 1 and not is_wide and capability == (9, 0)
+    has_cache = target != CPU_CAPABILITY and value_dim >= 32 * splits
+    lines = min(2 * tile_bytes // _CACHE_LINE_BYTES, 64) if has_cache else 0
+    # What fits 12 programs on a multiprocessor there; other compilers would spill.
+    is_tuned = num_warps == 1 and not is_wide and target == (9, 0)
+    is_tuned = is_tuned and (compiler or "").startswith("3.6.")
     return LaunchConfig(
-        block_k=block_k,
+        block_k=min(_largest_divisor_power(key_dim), block_k),
         block_v=16,
         splits=splits,
-        num_stages=3,
+        num_stages=num_stages,
         num_warps=num_warps,
         max_registers=168 if is_tuned else None,
         prefetch_lines=1 << (lines.bit_length() - 1) if lines else 0,
@@ -131,8 +150,6 @@ def explain_verify(
     max_verify_tokens: int,
 ) -> str | None:
     """Say why the Triton kernel cannot serve a verify call, or return None."""
-    if not q.is_cuda:
-        return f"q is on {q.device.type}, not on a CUDA device"
     reason = explain_tensors(
         [
             ("q", q),
@@ -151,8 +168,6 @@ def explain_verify(
 
 def explain_advance(state: Tensor, ring: RingView) -> str | None:
     """Say why the Triton kernel cannot serve a fold or materialize call, or return None."""
-    if not state.is_cuda:
-        return f"state is on {state.device.type}, not on a CUDA device"
     reason = explain_tensors([("state", state), ("ring.k", ring.k), ("ring.u", ring.u)])
     return reason or _explain_pools(state, ring)
 
@@ -209,12 +224,11 @@ def verify(
         out.zero_()
         return
     num_tokens = 8 if max_verify_tokens <= 8 else _MAX_TOKENS
-    operands = operands or choose_operands(q.dtype, state.dtype, ring.k.dtype)
-    if config is None:
-        capability = torch.cuda.get_device_capability(q.device)
-        config = choose_verify_launch(
-            capability, num_requests * value_heads, key_dim, value_dim, num_tokens, operands
-        )
+    operands = operands or choose_operands(q, state, ring)
+    config = config or choose_verify_launch(
+        capability(q), compiler_version(), num_requests * value_heads, key_dim, value_dim,
+        num_tokens, operands,
+    )  # fmt: skip
     options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
     with torch.cuda.device_of(q):
         verify_kernel[(num_requests * value_heads * config.splits,)](
@@ -266,7 +280,7 @@ def advance(
     num_requests, (_, value_heads, value_dim, key_dim) = slots.shape[0], state.shape
     if num_requests == 0:
         return
-    operands = operands or choose_operands(ring.k.dtype, state.dtype, ring.k.dtype)
+    operands = operands or choose_operands(ring.k, state, ring)
     with torch.cuda.device_of(state):
         advance_kernel[(num_requests * value_heads * (value_dim // 16),)](
             state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len,

@@ -22,16 +22,12 @@ _BLOCK_ELEMENTS = 1024
 
 def explain_cursors(cursor: Tensor, *others: Tensor) -> str | None:
     """Say why the kernels on cursors cannot serve these tensors, or return None."""
-    if not cursor.is_cuda:
-        return f"tensors are on {cursor.device.type}, not on a CUDA device"
     named = [("cursor", cursor), *((f"argument {i}", t) for i, t in enumerate(others))]
     return explain_tensors(named, INTEGERS)
 
 
 def explain_slots(slots: Tensor, pools: list[Tensor]) -> str | None:
     """Say why the kernels on whole slots cannot serve these pools, or return None."""
-    if not slots.is_cuda:
-        return f"slots is on {slots.device.type}, not on a CUDA device"
     named = [("slots", slots), *((f"pools[{i}]", pool) for i, pool in enumerate(pools))]
     for name, pool in named:
         if pool.dim() > 4:

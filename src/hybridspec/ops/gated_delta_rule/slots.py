@@ -7,15 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridspec.ops._backends import always, choose_backend
+from hybridspec.ops._backends import choose_backend
 from hybridspec.ops._library import register
+from hybridspec.ops._triton_support import triton_or_reference
 from hybridspec.ops.gated_delta_rule import launch_slots
 from hybridspec.ops.gated_delta_rule.contracts import check_cursors, check_marks
 
 __all__ = ["commit", "copy_slots", "decide_folds", "reset_slots"]
 
-_CURSOR_BACKENDS = {"triton": launch_slots.explain_cursors, "reference": always}
-_SLOT_BACKENDS = {"triton": launch_slots.explain_slots, "reference": always}
+_cursor_backends = triton_or_reference(launch_slots.explain_cursors)
+_slot_backends = triton_or_reference(launch_slots.explain_slots)
 
 
 def decide_folds(
@@ -166,7 +167,9 @@ def _checked_pools(pools: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _choose(name: str, backend: str, *arguments: Tensor) -> str:
-    return choose_backend(f"gated_delta_rule.{name}", backend, _CURSOR_BACKENDS, *arguments)
+    return choose_backend(
+        f"gated_delta_rule.{name}", backend, _cursor_backends(arguments[0]), *arguments
+    )
 
 
 def _decide_folds(
@@ -228,7 +231,7 @@ def _commit(
 
 def _copy_slots(pools: list[Tensor], src_slots: Tensor, dst_slots: Tensor) -> None:
     name = "gated_delta_rule.copy_slots"
-    if choose_backend(name, "auto", _SLOT_BACKENDS, src_slots, pools) == "triton":
+    if choose_backend(name, "auto", _slot_backends(src_slots), src_slots, pools) == "triton":
         launch_slots.copy_slots(pools, src_slots, dst_slots)
         return
     is_live = (src_slots >= 0) & (dst_slots >= 0)
@@ -239,7 +242,7 @@ def _copy_slots(pools: list[Tensor], src_slots: Tensor, dst_slots: Tensor) -> No
 
 def _reset_slots(pools: list[Tensor], slots: Tensor) -> None:
     name = "gated_delta_rule.reset_slots"
-    if choose_backend(name, "auto", _SLOT_BACKENDS, slots, pools) == "triton":
+    if choose_backend(name, "auto", _slot_backends(slots), slots, pools) == "triton":
         launch_slots.reset_slots(pools, slots)
         return
     index = slots[slots >= 0].long()
