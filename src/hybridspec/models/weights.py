@@ -232,7 +232,8 @@ class WeightReader:
         return GdnLayer(
             config=self.config,
             in_weight=self._gdn_projections(prefix),
-            conv_weight=conv_weight.squeeze(1),
+            # channels side by side, as the convolution reads them
+            conv_weight=conv_weight.squeeze(1).t().contiguous().t(),
             A_log=self._vector(f"{prefix}A_log", g.num_value_heads),
             dt_bias=self._vector(f"{prefix}dt_bias", g.num_value_heads),
             norm=RmsNorm(norm_weight, self.config.norm_eps),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridspec.ops._requests import live_requests
+from hybridspec.ops.norms.reference import widened
 
 __all__ = ["prefill", "verify"]
 
@@ -39,7 +40,7 @@ def verify(
     height = 0
     for start, stop, slot, position in requests:
         ring = conv_ring[slot]
-        _append(ring, position, x[start:stop])
+        _append(ring, position, x if stop - start == x.shape[0] else x[start:stop])
         pieces += _read(ring, position - width + 1, position + stop - start)
         firsts += range(height, height + stop - start)
         rows += range(start, stop)
@@ -49,15 +50,20 @@ def verify(
     if not rows:
         return
 
-    inputs = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).to(dtype)
+    inputs = widened(torch.cat(pieces) if len(pieces) > 1 else pieces[0], dtype)
     stride = inputs.stride(0)
     windows = inputs.as_strided(
         (height - width + 1, width, num_channels), (stride, stride, 1), inputs.storage_offset()
     )
     if len(requests) > 1:  # windows that reach from one request into the next are left behind
         windows = windows.index_select(0, torch.tensor(firsts, device=x.device))
-    result = (windows * weight.t().to(dtype).contiguous()).sum(1)
+    # out is written at once where that rounds no earlier than the end
+    is_direct = len(rows) == out.shape[0] and out.dtype == dtype
+    products = windows * _taps(weight, dtype)
+    result = torch.sum(products, 1, out=out) if is_direct else products.sum(1)
     _finish(result, bias, activation)
+    if is_direct:
+        return
     if len(rows) == out.shape[0]:
         out.copy_(result)
     else:
@@ -82,7 +88,7 @@ def prefill(
         out.zero_()
     width = weight.shape[1]
     dtype = _compute_dtype(x)
-    taps = weight.t().to(dtype).contiguous()
+    taps = _taps(weight, dtype)
     for start, stop, slot, position in requests:
         ring = conv_ring[slot]
         num_new = stop - start
@@ -101,14 +107,20 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def _taps(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights as [width, D], the channels side by side."""
+    return widened(weight.t(), dtype).contiguous()
+
+
 def _append(ring: Tensor, position: int, rows: Tensor) -> None:
     """Store rows at `position`, `position + 1`, ... modulo the capacity."""
     capacity, num_rows = ring.shape[0], rows.shape[0]
     first = position % capacity
     num_wrapped = max(first + num_rows - capacity, 0)
-    ring[first : first + num_rows] = rows[: num_rows - num_wrapped]
     if num_wrapped:
         ring[:num_wrapped] = rows[num_rows - num_wrapped :]
+        rows = rows[: num_rows - num_wrapped]
+    ring[first : first + num_rows] = rows
 
 
 def _read(ring: Tensor, first: int, stop: int) -> list[Tensor]:
