@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MAX_DRAFT_TOKENS", "EngineConfig", "SamplingParams"]
+__all__ = ["DRAFTERS", "DTYPES", "MAX_DRAFT_TOKENS", "EngineConfig", "SamplingParams"]
 
 MAX_DRAFT_TOKENS = 7  # a verify step takes at most 8 rows of a request
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DRAFTERS = ("auto", "mtp", "lookup", "none")
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
@@ -166,6 +168,10 @@ class EngineConfig:
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
         verify_rows: most rows of a verify step over all requests, chosen by the drafter's
             confidence; each running request has one in any case; None verifies every draft.
+        drafter: what drafts: "mtp" is the checkpoint's draft head, "lookup" the request's own text,
+            "none" nothing; "auto" is "mtp" where there is a head and "lookup" elsewhere.
+        mtp_from: model to take the draft head from, in place of the checkpoint's own.
+        dummy_weights: whether to make the weights up, from config.json alone.
         dtype: of weights, activations and rings: "auto", "float32", "bfloat16" or "float16".
         state_dtype: of the recurrent state; "auto" follows the checkpoint.
         device: "auto", "cpu", "cuda" or "cuda:N".
@@ -175,6 +181,9 @@ class EngineConfig:
 
     draft_tokens: int = 3
     verify_rows: int | None = None
+    drafter: str = "auto"
+    mtp_from: str | None = None
+    dummy_weights: bool = False
     dtype: str = "auto"
     state_dtype: str = "auto"
     device: str = "auto"
@@ -185,11 +194,19 @@ class EngineConfig:
         _integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
         if self.verify_rows is not None:
             _integer("verify_rows", self.verify_rows, 1)
-        for name in ("dtype", "state_dtype"):
+        for name, allowed in (("dtype", DTYPES), ("state_dtype", DTYPES), ("drafter", DRAFTERS)):
             value = getattr(self, name)
-            allowed = ("auto", "float32", "bfloat16", "float16")
             if value not in allowed:
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+        if self.mtp_from is not None:
+            if not isinstance(self.mtp_from, str):
+                raise TypeError(f"mtp_from: expected a text, got {self.mtp_from!r}")
+            if self.drafter not in ("auto", "mtp"):
+                raise ValueError(f"mtp_from: expected drafter 'mtp' with it, got {self.drafter!r}")
+            if self.dummy_weights:
+                raise ValueError("mtp_from: expected no dummy_weights with it, got both")
+        if not isinstance(self.dummy_weights, bool):
+            raise TypeError(f"dummy_weights: expected a bool, got {self.dummy_weights!r}")
         kind, _, index = str(self.device).partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and not index.isdigit()):
             raise ValueError(

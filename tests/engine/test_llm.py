@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -126,16 +125,6 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
         llm.generate("import", GREEDY)
     with pytest.raises(ValueError, match="^stop: needs a tokenizer"):
         llm.generate(prompt_token_ids=[1], sampling_params=SamplingParams(stop="a"))
-
-
-def test_without_a_draft_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    build_tiny_checkpoint(tmp_path, has_mtp=False, eos_token_id=None)
-    with caplog.at_level(logging.WARNING, "hybridspec"):
-        llm = LLM(tmp_path, device="cpu")
-    assert "no MTP head" in caplog.text and "draft_tokens=0" in caplog.text
-    assert llm.config.draft_tokens == 0
-    [result] = llm.generate(prompt_token_ids=[1, 2], sampling_params=GREEDY)
-    assert result.stats.committed_per_step == [1] * 5
 
 
 def test_bad_folders(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class ScriptedDrafter:
         starts: Sequence[int],
         num_drafts: Sequence[int],
         rules: Sequence[ChoiceRule],
+        histories: Sequence[array[int]],
         *,
         has_confidences: bool,
     ) -> list[Draft]:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import hybridspec
 from hybridspec.bundled import PROMPT_KINDS
-from hybridspec.config import MAX_DRAFT_TOKENS, EngineConfig, SamplingParams
+from hybridspec.config import DRAFTERS, DTYPES, MAX_DRAFT_TOKENS, EngineConfig, SamplingParams
 
 __all__ = [
     "UsageError",
@@ -108,18 +108,24 @@ def _add_prompt(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-    dtypes = ("auto", "float32", "bfloat16", "float16")
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--model", metavar="FOLDER", help="a Hugging Face model folder (default: the bundled model)"
+        "--model",
+        metavar="MODEL",
+        help="a Hugging Face model folder, or an id on the hub (default: the bundled model)",
+    )
+    group.add_argument(
+        "--dummy-weights",
+        action="store_true",
+        help="random numbers as weights, to measure a geometry from config.json alone",
     )
     for name, what in (("dtype", "of weights and activations"), ("state_dtype", "of the state")):
         group.add_argument(
             _flag(name),
-            choices=dtypes,
+            choices=DTYPES,
             default=defaults[name],
             metavar="D",
-            help=f"{what}: {', '.join(dtypes)}",
+            help=f"{what}: {', '.join(DTYPES)}",
         )
     group.add_argument(
         "--device", default=defaults["device"], metavar="D", help="auto, cpu, cuda or cuda:N"
@@ -154,6 +160,19 @@ def _add_speculation(parser: argparse.ArgumentParser, *, is_optional: bool) -> N
         default=default,
         metavar="K",
         help=f"drafts per step, 0..{MAX_DRAFT_TOKENS} (default: {default})",
+    )
+    group.add_argument(
+        "--drafter",
+        choices=DRAFTERS,
+        default="auto",
+        metavar="D",
+        help="mtp: the model's draft head; lookup: its own text; none; auto: mtp if there is one, "
+        "else lookup (default)",
+    )
+    group.add_argument(
+        "--mtp-from",
+        metavar="MODEL",
+        help="take the draft head (mtp.* tensors) from this model, such as the base of a fine-tune",
     )
     group.add_argument(
         "--verify-rows",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,18 +11,38 @@ from typing import Any
 
 import torch
 
+from hybridspec.bundled import bundled_model_path
 from hybridspec.config import EngineConfig, SamplingParams
+from hybridspec.engine.drafting import make_drafter, resolve_drafter
 from hybridspec.engine.memory import plan_pools
 from hybridspec.engine.request import Request
 from hybridspec.engine.rules import check_params, make_rules
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
 from hybridspec.errors import CapacityError
-from hybridspec.models import HybridModel, load_model, load_tokenizer
+from hybridspec.models import HybridModel, OnProgress, find_model, load_model, load_tokenizer
 from hybridspec.runtime import Allocator, Pools
-from hybridspec.speculate import Drafter, MtpDrafter
+from hybridspec.speculate import Drafter
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "model_folder"]
+
+_log = logging.getLogger("hybridspec")
+
+
+def model_folder(model: str | Path, *, only: str = "", has_weights: bool = True) -> Path:
+    """Return the folder of a model: "bundled", a path, or an id on the Hugging Face hub.
+
+    Args:
+        model: which one.
+        only: from the hub, download only files with tensors whose names start with this.
+        has_weights: whether to download weights at all.
+
+    Raises:
+        CheckpointError: if an id cannot be downloaded.
+    """
+    if model == "bundled":
+        return bundled_model_path()
+    return find_model(model, only=only, has_weights=has_weights)
 
 
 class Engine:
@@ -30,11 +51,17 @@ class Engine:
     Args:
         folder: model folder in Hugging Face layout.
         config: options; "auto" and None are resolved here, into `self.config`.
-        drafter: proposes tokens in place of the checkpoint's MTP head.
+        drafter: proposes tokens in place of what `config` names.
+        on_progress: called with the bytes of weights read so far and those of all files.
     """
 
     def __init__(
-        self, folder: Path, config: EngineConfig, *, drafter: Drafter | None = None
+        self,
+        folder: Path,
+        config: EngineConfig,
+        *,
+        drafter: Drafter | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
         self.folder = folder
         device = config.device
@@ -47,9 +74,23 @@ class Engine:
                 f"sees here, got {device!r}"
             )
         dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-        self.model: HybridModel = load_model(folder, dtype=dtype, device=device)
+        mtp_folder = None
+        if config.mtp_from is not None and config.draft_tokens > 0:
+            mtp_folder = model_folder(config.mtp_from, only="mtp.")
+        if config.dummy_weights:
+            _log.warning("dummy weights: %s is filled with random numbers", folder)
+        self.model: HybridModel = load_model(
+            folder,
+            dtype=dtype,
+            device=device,
+            mtp_from=mtp_folder,
+            has_dummy_weights=config.dummy_weights,
+            on_progress=on_progress,
+        )
         self.tokenizer = load_tokenizer(folder)
-        self.config, pool_plan = plan_pools(self.model, config, has_drafter=drafter is not None)
+        if drafter is None:
+            config = resolve_drafter(config, self.model, str(folder))
+        self.config, pool_plan = plan_pools(self.model, config)
         self.pools = Pools(
             pool_plan.geometry,
             num_slots=pool_plan.num_slots,
@@ -64,8 +105,8 @@ class Engine:
             self.pools, can_grow=pool_plan.can_grow, max_slots=pool_plan.max_slots
         )
         self.scheduler = Scheduler(self.allocator)
-        if drafter is None and self.config.draft_tokens > 0:
-            drafter = MtpDrafter(self.model, self.pools)
+        if drafter is None:
+            drafter = make_drafter(self.config, self.model, self.pools)
         self.runner = Runner(
             self.model,
             self.pools,

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridspec.bundled import bundled_model_path
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.backends import backends_in_use
-from hybridspec.engine.engine import Engine
+from hybridspec.engine.engine import Engine, model_folder
 from hybridspec.engine.memory import available_bytes, request_bytes
 from hybridspec.engine.outputs import RequestOutput, StepOutput
 from hybridspec.engine.request import Request
-from hybridspec.models import ModelConfig
+from hybridspec.models import ModelConfig, OnProgress
 from hybridspec.models.chat import ChatTemplates, is_conversation
 from hybridspec.models.generation import sampling_defaults
 
@@ -63,15 +62,23 @@ class LLM:
         8
 
     Args:
-        model: folder in Hugging Face layout, or "bundled" for the model in this package.
+        model: folder in Hugging Face layout, the id of a repository on the Hugging Face hub, or
+            "bundled" for the model in this package.
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
         verify_rows: most rows of a verify step over all requests, the most probable drafts first;
             each running request has one in any case; None verifies every draft.
+        drafter: what drafts: "mtp" is the checkpoint's draft head, "lookup" the request's own text,
+            "none" nothing; "auto" is "mtp" where there is a head and "lookup" elsewhere.
+        mtp_from: model to take the draft head from, in place of the checkpoint's own: a folder, an
+            id or "bundled".
+        dummy_weights: make the weights up, from config.json alone, to measure a geometry; texts
+            mean nothing then.
         dtype: of weights, activations and rings; "auto" is float32 on CPU, else the file's.
         state_dtype: of the recurrent state; "auto" is the checkpoint's.
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: most tokens of a request, prompt included; None is the model's limit.
         memory_fraction: share of the GPU's memory to use; pools on CPU grow with use.
+        on_progress: called with the bytes of weights read so far and those of all files.
 
     Raises:
         CheckpointError: if the folder cannot be read or is not what its config says.
@@ -85,22 +92,30 @@ class LLM:
         *,
         draft_tokens: int = 3,
         verify_rows: int | None = None,
+        drafter: str = "auto",
+        mtp_from: str | Path | None = None,
+        dummy_weights: bool = False,
         dtype: str = "auto",
         state_dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
         memory_fraction: float = 0.9,
+        on_progress: OnProgress | None = None,
     ) -> None:
         config = EngineConfig(
             draft_tokens=draft_tokens,
             verify_rows=verify_rows,
+            drafter=drafter,
+            mtp_from=str(mtp_from) if isinstance(mtp_from, Path) else mtp_from,
+            dummy_weights=dummy_weights,
             dtype=dtype,
             state_dtype=state_dtype,
             device=device,
             max_model_len=max_model_len,
             memory_fraction=memory_fraction,
         )
-        self._engine = Engine(bundled_model_path() if model == "bundled" else Path(model), config)
+        folder = model_folder(model, has_weights=not dummy_weights)
+        self._engine = Engine(folder, config, on_progress=on_progress)
 
     @property
     def config(self) -> EngineConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass, replace
 
@@ -18,8 +17,6 @@ __all__ = ["PoolPlan", "available_bytes", "plan_pools"]
 PAGE_SIZE = 64  # tokens per KV page
 CPU_MAX_SLOTS = 64
 GPU_MAX_SLOTS = 256
-
-_log = logging.getLogger("hybridspec")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +39,8 @@ class PoolPlan:
     can_grow: bool
 
 
-def plan_pools(
-    model: HybridModel, config: EngineConfig, *, has_drafter: bool
-) -> tuple[EngineConfig, PoolPlan]:
-    """Resolve every "auto" of `config` for this model and size the pools.
+def plan_pools(model: HybridModel, config: EngineConfig) -> tuple[EngineConfig, PoolPlan]:
+    """Resolve what is "auto" of dtypes, device and lengths for this model, and size the pools.
 
     Raises:
         ValueError: if max_model_len is longer than the model's.
@@ -55,24 +50,17 @@ def plan_pools(
     max_len = limit if config.max_model_len is None else config.max_model_len
     if max_len > limit:
         raise ValueError(f"max_model_len: expected at most the model's {limit}, got {max_len}")
-    draft_tokens = config.draft_tokens
-    if draft_tokens and model.mtp is None and not has_drafter:
-        _log.warning(
-            "this checkpoint has no MTP head (mtp.* tensors): decoding without drafts, "
-            "as with draft_tokens=0"
-        )
-        draft_tokens = 0
     state_dtype = model.config.state_dtype if config.state_dtype == "auto" else config.state_dtype
     resolved = replace(
         config,
-        draft_tokens=draft_tokens,
         dtype=_name(model.dtype),
         state_dtype=_name(state_dtype),
         device=str(model.device),
         max_model_len=max_len,
     )
     pages_per_slot = -(-max_len // PAGE_SIZE)
-    geometry = model.config.pool_geometry(has_mtp=model.mtp is not None and draft_tokens > 0)
+    has_mtp = model.mtp is not None and config.drafter not in ("lookup", "none")
+    geometry = model.config.pool_geometry(has_mtp=has_mtp)
     if model.device.type == "cpu":
         return resolved, PoolPlan(
             geometry=geometry,

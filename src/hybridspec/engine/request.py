@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +37,7 @@ class Request:
         group: all continuations of the prompt by index, this one included; empty if there is only
             this one (a reference to itself would keep it until a garbage collection).
         token_ids: tokens generated so far.
+        history: the prompt and these, in one array.
         logprobs: a report for each of them if the parameters ask for it, else empty.
         prompt_logprobs: a report for each prompt row so far, None for the first; None if not asked
             for, or if another continuation of the group has it.
@@ -56,6 +58,7 @@ class Request:
     index: int = 0
     group: list[Request] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    history: array[int] = field(init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     draft: Draft = Draft([], [])
@@ -68,6 +71,9 @@ class Request:
     _text: str = ""
     _num_emitted: int = 0
     _cumulative_logprob: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.history = array("i", self.prompt_token_ids)
 
     @property
     def continuations(self) -> list[Request]:
@@ -110,6 +116,7 @@ class Request:
         edits = self.rule.edits
         for taken, token in enumerate(tokens, start=1):
             self.token_ids.append(token)
+            self.history.append(token)
             if edits is not None:
                 edits.extend([token])
             if reports is not None and (report := reports[taken - 1]) is not None:

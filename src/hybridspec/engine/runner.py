@@ -200,6 +200,7 @@ class Runner:
             [request.num_tokens - 1 for request in requests],
             [min(self.draft_tokens, request.max_useful_drafts) for request in requests],
             [request.rule for request in requests],
+            [request.history for request in requests],
             has_confidences=self.verify_rows is not None,
         )
         for request, draft in zip(requests, drafts, strict=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from hybridspec.models.checkpoint import OnProgress
 from hybridspec.models.config import GdnConfig, ModelConfig, MoeConfig
+from hybridspec.models.hub import find_model
 from hybridspec.models.hybrid import HybridModel, load_model
 from hybridspec.models.mtp import MtpHead
 from hybridspec.models.tokenizer import Detokenizer, Tokenizer, load_tokenizer
@@ -14,7 +16,9 @@ __all__ = [
     "ModelConfig",
     "MoeConfig",
     "MtpHead",
+    "OnProgress",
     "Tokenizer",
+    "find_model",
     "load_model",
     "load_tokenizer",
 ]

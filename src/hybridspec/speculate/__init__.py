@@ -6,6 +6,7 @@ from hybridspec.speculate.accept import accept_prefix
 from hybridspec.speculate.choose import ChoiceRule, choose_and_report, choose_tokens
 from hybridspec.speculate.draft import Draft, Drafter, MtpDrafter
 from hybridspec.speculate.logprobs import Logprob, TokenLogprobs, report_logprobs
+from hybridspec.speculate.lookup import LookupDrafter
 from hybridspec.speculate.penalties import LogitEdits, edit_logits
 from hybridspec.speculate.plan import plan_drafts
 from hybridspec.speculate.verify import Verified, commit_rows, layout_rows, verify_drafts
@@ -16,6 +17,7 @@ __all__ = [
     "Drafter",
     "LogitEdits",
     "Logprob",
+    "LookupDrafter",
     "MtpDrafter",
     "TokenLogprobs",
     "Verified",

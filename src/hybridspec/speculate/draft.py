@@ -7,6 +7,7 @@ outputs; what it appends while drafting lies past the cursor and is overwritten 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,10 +50,14 @@ class Drafter(Protocol):
         starts: Sequence[int],
         num_drafts: Sequence[int],
         rules: Sequence[ChoiceRule],
+        histories: Sequence[array[int]],
         *,
         has_confidences: bool,
     ) -> list[Draft]:
-        """Propose `num_drafts[b]` tokens after the newest token of each request."""
+        """Propose at most `num_drafts[b]` tokens after the newest token of each request.
+
+        `histories` are the requests' prompts and outputs so far.
+        """
         ...
 
 
@@ -88,6 +93,7 @@ class MtpDrafter:
         starts: Sequence[int],
         num_drafts: Sequence[int],
         rules: Sequence[ChoiceRule],
+        histories: Sequence[array[int]],
         *,
         has_confidences: bool,
     ) -> list[Draft]:
@@ -100,6 +106,7 @@ class MtpDrafter:
                 before it are in the head's log.
             num_drafts: how many tokens to propose for each request, 0 allowed.
             rules: how each request's tokens are chosen.
+            histories: not looked at; the head's log holds what it needs.
             has_confidences: whether to report the head's probability of each draft.
         """
         drafts = [Draft([], []) for _ in slots]
