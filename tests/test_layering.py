@@ -33,6 +33,7 @@ THIRD_PARTY = {
     "triton": {"ops"},
     "numpy": set(),
     "transformers": set(),
+    "huggingface_hub": {"models"},
     "safetensors": {"models"},
     "tokenizers": {"models"},
     "rich": {"cli"},

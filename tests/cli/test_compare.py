@@ -103,19 +103,19 @@ def test_default_prompts_are_spread_over_the_held_out_texts(
 
 
 @pytest.mark.parametrize(
-    "words", [("--draft-tokens", "0"), ("",), ("--num-prompts", "1000"), ("--max-tokens", "0")]
+    "words",
+    [
+        ("--draft-tokens", "0"),
+        ("--drafter", "none"),
+        ("",),
+        ("--num-prompts", "1000"),
+        ("--max-tokens", "0"),
+    ],
 )
 def test_wrong_calls(cli: Callable, engines: dict[int, FakeLLM], words: tuple[str, ...]) -> None:
     outcome = cli("compare", *words)
     assert (outcome.status, outcome.out) == (2, "")
     assert outcome.err.startswith("hybridspec: error: ")
-
-
-def test_a_model_without_a_draft_head(cli: Callable, engines: dict[int, FakeLLM]) -> None:
-    engines[3].draft_tokens = 0
-    outcome = cli("compare", "one", "--model", "m")
-    assert outcome.status == 2
-    assert "no draft head" in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ class FakeLLM:
         script: the verify steps.
         step_s: seconds that each is said to take.
         draft_tokens: as in EngineConfig.
+        has_dummy_weights: whether it says that its weights are made up.
         tokenizer: None makes it a model without text.
         seen: the sampling parameters of the requests, in order.
         chats: the messages and the template's options of the conversations, in order.
@@ -74,6 +75,7 @@ class FakeLLM:
     script: Sequence[ScriptedStep] = SCRIPT
     step_s: float = 0.5
     draft_tokens: int = 3
+    has_dummy_weights: bool = False
     tokenizer: FakeTokenizer | None = field(default_factory=FakeTokenizer)
     seen: list[SamplingParams] = field(default_factory=list)
     chats: list[tuple[list[dict[str, str]], dict[str, Any]]] = field(default_factory=list)
@@ -82,6 +84,8 @@ class FakeLLM:
     def config(self) -> EngineConfig:
         return EngineConfig(
             draft_tokens=self.draft_tokens,
+            drafter="mtp" if self.draft_tokens else "none",
+            dummy_weights=self.has_dummy_weights,
             dtype="float32",
             state_dtype="float32",
             device="cpu",

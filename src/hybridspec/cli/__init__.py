@@ -15,7 +15,7 @@ from hybridspec.errors import CapacityError, CheckpointError, UnsupportedError
 
 __all__ = ["main"]
 
-_EXTRA_MODULES = {"jinja2", "rich", "safetensors", "tokenizers", "torch"}
+_EXTRA_MODULES = {"huggingface_hub", "jinja2", "rich", "safetensors", "tokenizers", "torch"}
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE

@@ -33,9 +33,8 @@ def run(arguments: argparse.Namespace, params: SamplingParams) -> int:
     if params.n > 1:
         raise UsageError(f"--n: expected 1 in a conversation (--chat), got {params.n}")
     options = template_options(arguments)
-    with loading.progress("loading the model"):
-        llm = loading.open_engine(arguments)
-        loading.warm_up(llm)
+    llm = loading.open_engine(arguments)
+    loading.warm_up(llm)
     messages: list[dict[str, str]] = []
     if arguments.system is not None:
         messages.append({"role": "system", "content": arguments.system})

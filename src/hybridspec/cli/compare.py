@@ -16,7 +16,7 @@ from hybridspec.bundled import held_out_prompts
 from hybridspec.cli import loading
 from hybridspec.cli.arguments import UsageError, sampling_params, usage_errors
 from hybridspec.cli.prompts import Prompt
-from hybridspec.cli.render import PlainConsole, percent
+from hybridspec.cli.render import DUMMY_WEIGHTS, PlainConsole, drafter_name, has_own_head, percent
 
 if TYPE_CHECKING:
     from hybridspec import LLM, SamplingParams
@@ -64,23 +64,24 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status, 1 if tokens differ."""
+    if arguments.drafter == "none":
+        raise UsageError("--drafter: expected another than none to compare with plain decoding")
     if arguments.draft_tokens == 0:
         raise UsageError("--draft-tokens: expected 1 or more to compare with plain decoding, got 0")
     params = sampling_params(arguments)
     prompts = _prompts(arguments)
-    with loading.progress("loading the model"):
-        # The first engine must leave the second one its share of a GPU's memory.
-        share = arguments.memory_fraction / 2
-        plain = loading.open_engine(arguments, draft_tokens=0, memory_fraction=share)
-        speculative = loading.open_engine(arguments)
-        if speculative.config.draft_tokens == 0:
-            raise UsageError(f"--model: {arguments.model} has no draft head to compare with")
-        with usage_errors():
-            for prompt in prompts:
-                speculative.stream(prompt.text, params)  # checks it, runs nothing yet
-        for llm in (plain, speculative):
-            loading.warm_up(llm)
+    # The first engine must leave the second one its share of a GPU's memory.
+    share = arguments.memory_fraction / 2
+    plain = loading.open_engine(arguments, draft_tokens=0, memory_fraction=share)
+    speculative = loading.open_engine(arguments)
+    with usage_errors():
+        for prompt in prompts:
+            speculative.stream(prompt.text, params)  # checks it, runs nothing yet
+    for llm in (plain, speculative):
+        loading.warm_up(llm)
     console = PlainConsole(quiet=arguments.json)
+    if speculative.config.dummy_weights:
+        console.print(f"weights: {DUMMY_WEIGHTS}", style="bold", soft_wrap=True)
     console.print(_heading(), style="dim", soft_wrap=True)
     pairs = []
     total = arguments.repeats * len(prompts)
@@ -175,7 +176,8 @@ def _print_summary(console: Console, pairs: Sequence[Pair], llm: LLM) -> None:
         rates = ", ".join(percent(rate) for rate in _acceptance(pairs))
         console.print(
             f"{per_step:.2f} tokens per step of at most {llm.config.draft_tokens + 1}; "
-            f"accepted by position: {rates}",
+            f"accepted by position: {rates}"
+            + ("" if has_own_head(llm.config) else f"; drafter: {drafter_name(llm.config)}"),
             soft_wrap=True,
         )
 
@@ -191,6 +193,9 @@ def as_json(pairs: Sequence[Pair], llm: LLM) -> dict[str, Any]:
         "tokens_per_step": _committed_per_step(pairs),
         "acceptance_by_position": _acceptance(pairs),
         "model": llm.describe().model,
+        "dummy_weights": llm.config.dummy_weights,
+        "drafter": llm.config.drafter,
+        "mtp_from": llm.config.mtp_from,
         "draft_tokens": llm.config.draft_tokens,
         "device": llm.config.device,
         "dtype": llm.config.dtype,

@@ -18,9 +18,12 @@ from hybridspec.cli.arguments import UsageError, sampling_params, usage_errors
 from hybridspec.cli.prompts import Prompt, read_prompt
 from hybridspec.cli.render import (
     ACCEPTED,
+    DUMMY_WEIGHTS,
     MarkedText,
     PlainConsole,
     amount,
+    drafter_name,
+    has_own_head,
     logprob_line,
     percent,
     print_facts,
@@ -93,11 +96,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         return chat.run(arguments, params)
     prompt = read_prompt(arguments)
-    with loading.progress("loading the model"):
-        llm = loading.open_engine(arguments)
-        with usage_errors():
-            steps = llm.stream(prompt.text, params, prompt_token_ids=prompt.token_ids)
-        loading.warm_up(llm)
+    llm = loading.open_engine(arguments)
+    with usage_errors():
+        steps = llm.stream(prompt.text, params, prompt_token_ids=prompt.token_ids)
+    loading.warm_up(llm)
     report(arguments, llm, params, prompt, steps)
     return 0
 
@@ -235,6 +237,8 @@ def facts(result: Result, prompt: Prompt, is_terminal: bool) -> list[tuple[str, 
     speed = result.tokens_per_second
     num_drafts = result.llm.config.draft_tokens
     rows: list[tuple[str, str | Text]] = []
+    if result.llm.config.dummy_weights:
+        rows.append(("weights", DUMMY_WEIGHTS))
     if is_terminal and num_drafts:
         legend = Text().append("accepted drafts", ACCEPTED).append("   the model's own tokens")
         rows.append(("text", legend))
@@ -261,6 +265,8 @@ def facts(result: Result, prompt: Prompt, is_terminal: bool) -> list[tuple[str, 
             f"{j}: {percent(rate)}" for j, rate in enumerate(stats.acceptance_by_position(), 1)
         )
         rows.append(("accepted by position", rates or "-"))
+        if not has_own_head(result.llm.config):
+            rows.append(("drafter", drafter_name(result.llm.config)))
     memory = result.memory()
     here = amount(memory["bytes_per_request"])
     if num_drafts:
@@ -294,6 +300,9 @@ def as_json(result: Result, *, with_steps: bool) -> dict[str, Any]:
         "folds": stats.folds,
         "memory": result.memory(),
         "model": result.llm.describe().model,
+        "dummy_weights": config.dummy_weights,
+        "drafter": config.drafter,
+        "mtp_from": config.mtp_from,
         "draft_tokens": config.draft_tokens,
         "device": config.device,
         "dtype": config.dtype,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from hybridspec.cli import loading
-from hybridspec.cli.render import PlainConsole, amount
+from hybridspec.cli.render import DUMMY_WEIGHTS, PlainConsole, amount, drafter_name
 
 if TYPE_CHECKING:
     from hybridspec.engine import EngineInfo
+    from hybridspec.models import ModelConfig
 
 __all__ = ["as_json", "run", "sections"]
 
@@ -21,8 +23,7 @@ _NAME_WIDTH = 24
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status."""
-    with loading.progress("loading the model"):
-        info = loading.open_engine(arguments).describe()
+    info = loading.open_engine(arguments).describe()
     if arguments.json:
         print(json.dumps(as_json(info), allow_nan=False))
         return 0
@@ -50,14 +51,17 @@ def sections(info: EngineInfo) -> dict[str, list[tuple[str, str]]]:
 def _model_rows(info: EngineInfo) -> list[tuple[str, str]]:
     model, gdn = info.model_config, info.model_config.gdn
     num_gdn = model.layer_kinds.count("gdn")
+    rows = [("folder", info.model)]
+    if info.config.dummy_weights:
+        rows.append(("weights", DUMMY_WEIGHTS))
     return [
-        ("folder", info.model),
+        *rows,
         ("type", f"{model.model_type}, {info.num_parameters:,} parameters"),
         (
             "layers",
             f"{model.num_layers}: {num_gdn} Gated DeltaNet, {model.num_layers - num_gdn} attention",
         ),
-        ("hidden, feed-forward", f"{model.hidden_size}, {model.ffn_size}"),
+        ("hidden, feed-forward", f"{model.hidden_size}, {_feed_forward(model)}"),
         (
             "Gated DeltaNet",
             f"{gdn.num_key_heads} key heads of {gdn.key_dim}, {gdn.num_value_heads} value heads "
@@ -69,8 +73,20 @@ def _model_rows(info: EngineInfo) -> list[tuple[str, str]]:
             f"of {model.head_dim}",
         ),
         ("vocabulary, context", f"{model.vocab_size:,}, {model.max_positions:,} tokens"),
-        ("draft head", "MTP" if info.has_mtp else "none: plain decoding only"),
+        ("draft head", "MTP" if info.has_mtp else "none (--mtp-from takes one from elsewhere)"),
     ]
+
+
+def _feed_forward(model: ModelConfig) -> str:
+    moe = model.moe
+    if moe is None:
+        return str(model.ffn_size)
+    text = (
+        f"{moe.experts_per_token} of {moe.num_experts} experts of {moe.expert_ffn_size} and "
+        f"{moe.shared_ffn_size} shared"
+    )
+    dense = len(moe.dense_layers)
+    return text + (f"; {model.ffn_size} without experts (layers: {dense})" if dense else "")
 
 
 def _engine_rows(info: EngineInfo) -> list[tuple[str, str]]:
@@ -79,6 +95,7 @@ def _engine_rows(info: EngineInfo) -> list[tuple[str, str]]:
         ("device", config.device),
         ("dtype", f"{config.dtype}, recurrent state {config.state_dtype}"),
         ("draft tokens", f"{config.draft_tokens} a step"),
+        ("drafter", drafter_name(config)),
         ("longest request", f"{config.max_model_len:,} tokens"),
     ]
 
@@ -108,6 +125,7 @@ def as_json(info: EngineInfo) -> dict[str, Any]:
         "layer_kinds": list(model.layer_kinds),
         "hidden_size": model.hidden_size,
         "ffn_size": model.ffn_size,
+        "moe": None if model.moe is None else dataclasses.asdict(model.moe),
         "vocab_size": model.vocab_size,
         "max_positions": model.max_positions,
         "gdn": {
@@ -126,6 +144,9 @@ def as_json(info: EngineInfo) -> dict[str, Any]:
         "device": config.device,
         "dtype": config.dtype,
         "state_dtype": config.state_dtype,
+        "dummy_weights": config.dummy_weights,
+        "drafter": config.drafter,
+        "mtp_from": config.mtp_from,
         "draft_tokens": config.draft_tokens,
         "max_model_len": config.max_model_len,
         "backends": {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hybridspec.cli.arguments import engine_options, usage_errors
+from hybridspec.cli.render import amount
 from hybridspec.config import SamplingParams
 
 if TYPE_CHECKING:
@@ -20,20 +21,24 @@ _WARM_UP_TOKENS = 24
 
 
 @contextlib.contextmanager
-def progress(text: str) -> Iterator[None]:
-    """Show what is going on, on standard error and only if that is a terminal."""
+def progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Show what is going on, on standard error and only if that is a terminal.
+
+    Yields:
+        A function that shows how far it is, behind the text.
+    """
     from rich.console import Console
 
     console = Console(stderr=True)
     if console.is_terminal:
-        with console.status(text):
-            yield
+        with console.status(text) as status:
+            yield lambda more: status.update(f"{text}: {more}")
     else:
-        yield
+        yield lambda more: None
 
 
 def open_engine(arguments: argparse.Namespace, **overrides: Any) -> LLM:
-    """Load the model that the flags name.
+    """Load the model that the flags name, downloading it first if need be; shows how far it is.
 
     Args:
         arguments: parsed flags; `threads` is applied to torch.
@@ -47,15 +52,36 @@ def open_engine(arguments: argparse.Namespace, **overrides: Any) -> LLM:
     import torch
 
     from hybridspec import LLM
+    from hybridspec.engine.engine import model_folder
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     with usage_errors():
-        llm = LLM("bundled" if arguments.model is None else arguments.model, **options)
+        # Downloads show bars of their own, so they are done before anything else is shown.
+        model = "bundled" if arguments.model is None else arguments.model
+        folder = model_folder(model, has_weights=not options["dummy_weights"])
+        if options["mtp_from"] is not None and options["draft_tokens"] > 0:
+            options["mtp_from"] = str(model_folder(options["mtp_from"], only="mtp."))
+        with progress("loading the model") as show:
+            llm = LLM(folder, **options, on_progress=_shown_bytes(show))
     is_small = llm.model_config.hidden_size <= _SMALL_HIDDEN_SIZE
     if arguments.threads is None and is_small and llm.config.device == "cpu":
         torch.set_num_threads(1)
     return llm
+
+
+def _shown_bytes(show: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Return what shows bytes as a share of all, each percent once."""
+    last = -1
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal last
+        share = 100 * done // max(total, 1)
+        if share > last:
+            last = share
+            show(f"{share} % of {amount(total)}")
+
+    return on_progress
 
 
 def warm_up(llm: LLM) -> None:
@@ -63,4 +89,5 @@ def warm_up(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=_WARM_UP_TOKENS, ignore_eos=True)
     assert llm.config.max_model_len is not None
     room = llm.config.max_model_len - 1
-    llm.generate(prompt_token_ids=[0] * min(8, room), sampling_params=params)
+    with progress("warming up"):
+        llm.generate(prompt_token_ids=[0] * min(8, room), sampling_params=params)

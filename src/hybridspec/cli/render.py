@@ -13,15 +13,19 @@ from rich.text import Text
 from rich.theme import Theme
 
 if TYPE_CHECKING:
+    from hybridspec.config import EngineConfig
     from hybridspec.engine import StepOutput
     from hybridspec.models.tokenizer import Detokenizer
     from hybridspec.speculate import TokenLogprobs
 
 __all__ = [
     "ACCEPTED",
+    "DUMMY_WEIGHTS",
     "MarkedText",
     "PlainConsole",
     "amount",
+    "drafter_name",
+    "has_own_head",
     "logprob_line",
     "percent",
     "print_facts",
@@ -29,6 +33,9 @@ __all__ = [
     "trace_heading",
     "trace_line",
 ]
+
+DUMMY_WEIGHTS = "DUMMY: random numbers, so speed is real, acceptance and text are not"
+_DRAFTERS = {"mtp": "MTP head", "lookup": "prompt lookup", "none": "none"}
 
 # Names of styles; what they are depends on whether the terminal has colours (PlainConsole).
 ACCEPTED, REJECTED, OWN, FAINT = "accepted", "rejected", "own", "faint"
@@ -75,6 +82,17 @@ def amount(num_bytes: float) -> str:
 def percent(share: float | None) -> str:
     """Return a share as percent, "-" for None."""
     return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def drafter_name(config: EngineConfig) -> str:
+    """Return what drafts in an engine of this resolved config."""
+    name = _DRAFTERS.get(config.drafter, config.drafter)
+    return name if config.mtp_from is None else f"{name} of {config.mtp_from}"
+
+
+def has_own_head(config: EngineConfig) -> bool:
+    """Return whether the checkpoint's own head drafts, which goes without saying."""
+    return config.drafter == "mtp" and config.mtp_from is None
 
 
 class MarkedText:
