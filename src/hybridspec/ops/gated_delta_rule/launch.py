@@ -20,8 +20,10 @@ from hybridspec.ops._triton_support import (
 from hybridspec.ops.gated_delta_rule.ring import RingView
 
 __all__ = [
+    "EXACT",
     "LaunchConfig",
     "Operands",
+    "RowCursors",
     "advance",
     "choose_operands",
     "choose_verify_launch",
@@ -76,7 +78,27 @@ class Operands:
     precision: str
 
 
-_EXACT = Operands(act=torch.float32, state=torch.float32, ring=torch.float32, precision="ieee")
+EXACT = Operands(act=torch.float32, state=torch.float32, ring=torch.float32, precision="ieee")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCursors:
+    """Cursors keyed by batch row instead of slot, as other engines keep them.
+
+    Attributes:
+        history_len: live rows of each request, [B], int32.
+        ring_start: first live ring row of each request, [B], int32; None is 0.
+        fold_threshold: requests with at least so many live rows fold; None: nobody.
+        is_padding_zeroed: whether rows of a request without a slot are written.
+    """
+
+    history_len: Tensor | None = None
+    ring_start: Tensor | None = None
+    fold_threshold: int | None = None
+    is_padding_zeroed: bool = True
+
+
+_OF_SLOTS = RowCursors()
 
 
 def choose_operands(rows: Tensor, state: Tensor, ring: RingView) -> Operands:
@@ -85,7 +107,7 @@ def choose_operands(rows: Tensor, state: Tensor, ring: RingView) -> Operands:
     Triton's interpreter has no products of bf16, so what it runs on a CPU is fp32 too.
     """
     if rows.dtype == torch.float32 or not rows.is_cuda:
-        return _EXACT
+        return EXACT
     return Operands(act=rows.dtype, state=state.dtype, ring=ring.k.dtype, precision="tf32")
 
 
@@ -204,8 +226,8 @@ def verify(
     dt_bias: Tensor,
     state: Tensor,
     ring: RingView,
-    cu_seqlens: Tensor,
-    slots: Tensor,
+    cu_seqlens: Tensor | None,
+    slots: Tensor | None,
     is_fold: Tensor | None,
     out: Tensor,
     scale: float,
@@ -213,13 +235,21 @@ def verify(
     beta_scale: float,
     max_verify_tokens: int,
     *,
+    by_row: RowCursors | None = None,
     operands: Operands | None = None,
     config: LaunchConfig | None = None,
 ) -> None:
-    """Launch the verify kernel; arguments as `api.verify`, options override the choice."""
+    """Launch the verify kernel; arguments as `api.verify`, options override the choice.
+
+    With `by_row`, cursors belong to batch rows, `cu_seqlens` None means equally many rows each, and
+    `slots` None the slots 0, 1, ...
+    """
     from hybridspec.ops.gated_delta_rule.triton_verify import verify_kernel
 
-    num_requests, (_, value_heads, value_dim, key_dim) = slots.shape[0], state.shape
+    _, value_heads, value_dim, key_dim = state.shape
+    cursors = by_row or _OF_SLOTS
+    history_len = ring.history_len if by_row is None else by_row.history_len
+    num_requests = slots.shape[0] if slots is not None else history_len.shape[0]
     if num_requests == 0:
         out.zero_()
         return
@@ -233,7 +263,9 @@ def verify(
     with torch.cuda.device_of(q):
         verify_kernel[(num_requests * value_heads * config.splits,)](
             q, k, v, a, b, A_log, dt_bias, state, ring.k, ring.u, ring.cum_log_decay, out,
-            ring.ring_start, ring.history_len, cu_seqlens, slots, is_fold,
+            ring.ring_start if by_row is None else by_row.ring_start,
+            history_len, cu_seqlens, slots, is_fold, cursors.fold_threshold,
+            q.shape[0] // num_requests if cu_seqlens is None else None,
             q.shape[0], num_requests, scale, beta_scale,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], a.stride(0), b.stride(0),
             *state.stride()[:3], *ring.k.stride()[:3], *ring.u.stride()[:3],
@@ -254,9 +286,10 @@ def verify(
             STATE_OPERAND=_triton_dtype(operands.state),
             RING_OPERAND=_triton_dtype(operands.ring),
             PRECISION=operands.precision,
-            USE_L2NORM=use_qk_l2norm,
-            HAS_FOLD=is_fold is not None,
             PREFETCH=config.prefetch_lines,
+            USE_L2NORM=use_qk_l2norm,
+            BY_ROW=by_row is not None,
+            ZERO_PADDING=cursors.is_padding_zeroed,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             enable_fp_fusion=True,
@@ -298,7 +331,7 @@ def advance(
             OPERAND=_triton_dtype(operands.ring),
             PRECISION=operands.precision,
             IS_FLAG=is_flag,
-            num_warps=1,
+            num_warps=4 if operands.ring == torch.float32 else 1,
             enable_fp_fusion=True,
         )  # fmt: skip
 

@@ -70,6 +70,24 @@ def commit(
         )  # fmt: skip
 
 
+def restart_windows(
+    ring_start: Tensor,
+    history_len: Tensor,
+    slots: Tensor | None,
+    fold_threshold: int,
+    ring_capacity: int,
+) -> None:
+    """Launch `triton_slots.restart_windows_kernel`."""
+    from hybridspec.ops.gated_delta_rule.triton_slots import restart_windows_kernel
+
+    num_requests = history_len.shape[0]
+    with torch.cuda.device_of(history_len):
+        restart_windows_kernel[(-(-num_requests // _BLOCK),)](
+            ring_start, history_len, slots, fold_threshold, num_requests,
+            RING=ring_capacity, BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
+
+
 def copy_slots(pools: list[Tensor], src_slots: Tensor, dst_slots: Tensor) -> None:
     """Gather all sources of a pool, then write them with `triton_slots.write_slots_kernel`."""
     from hybridspec.ops.gated_delta_rule.triton_slots import write_slots_kernel

@@ -5,7 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["commit_kernel", "decide_folds_kernel", "reset_slots_kernel", "write_slots_kernel"]
+__all__ = [
+    "commit_kernel",
+    "decide_folds_kernel",
+    "reset_slots_kernel",
+    "restart_windows_kernel",
+    "write_slots_kernel",
+]
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -103,9 +109,9 @@ def write_slots_kernel(
 ):
     pair = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    src = tl.load(src_slots_ptr + pair)
+    src = tl.load(src_slots_ptr + pair).to(tl.int64)
     dst = tl.load(dst_slots_ptr + pair).to(tl.int64)
-    mask = (index < num_elements) & (src >= 0) & (dst >= 0)
+    mask = index < tl.where(tl.minimum(src, dst) >= 0, num_elements, 0)
     offs = element_offsets(index, size_1, size_2, stride_0, stride_1, stride_2)
 
     values = tl.load(values_ptr + pair * num_elements + index, mask=mask)
@@ -130,9 +136,34 @@ def reset_slots_kernel(
 ):
     index = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots_ptr + tl.program_id(0)).to(tl.int64)
-    mask = (index < num_elements) & (slot >= 0)
+    mask = index < tl.where(slot >= 0, num_elements, 0)
     offs = element_offsets(index, size_1, size_2, stride_0, stride_1, stride_2)
 
     zeros = tl.zeros([BLOCK], tl.int32).to(pool_ptr.dtype.element_ty)
 
     tl.store(pool_ptr + slot * stride_s + offs, zeros, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def restart_windows_kernel(
+    # in-out: cursors [B]
+    ring_start_ptr,
+    history_len_ptr,
+    # input [B], or None: all have a slot
+    slots_ptr,
+    fold_threshold,
+    num_requests,
+    RING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = request < num_requests
+
+    history_len = tl.load(history_len_ptr + request, mask=mask, other=0)
+    ring_start = tl.load(ring_start_ptr + request, mask=mask, other=0)
+    is_fold = mask & (history_len >= fold_threshold)
+    if slots_ptr is not None:
+        is_fold = is_fold & (tl.load(slots_ptr + request, mask=mask, other=-1) >= 0)
+
+    tl.store(ring_start_ptr + request, (ring_start + history_len) & (RING - 1), mask=is_fold)
+    tl.store(history_len_ptr + request, tl.zeros([BLOCK], tl.int32), mask=is_fold)

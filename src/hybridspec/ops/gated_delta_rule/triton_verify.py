@@ -74,12 +74,15 @@ def verify_kernel(
     ring_decay_ptr,
     # output [N, HV, V]
     out_ptr,
-    # metadata: cursors [S]; cu_seqlens [B + 1]; slots, is_fold [B]
+    # metadata: cursors [S] (BY_ROW: [B]); cu_seqlens [B + 1]; slots, is_fold [B]
+    # None: ring_start 0; T rows each; slot b; nobody folds, or windows of at least fold_threshold
     ring_start_ptr,
     history_len_ptr,
     cu_seqlens_ptr,
     slots_ptr,
     is_fold_ptr,
+    fold_threshold,
+    rows_per_request,
     num_rows,
     num_requests,
     scale,
@@ -121,9 +124,10 @@ def verify_kernel(
     STATE_OPERAND: tl.constexpr,
     RING_OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
-    USE_L2NORM: tl.constexpr,
-    HAS_FOLD: tl.constexpr,
     PREFETCH: tl.constexpr,
+    USE_L2NORM: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    ZERO_PADDING: tl.constexpr,
 ):
     pid = tl.program_id(0)
     split = pid % SPLITS
@@ -133,19 +137,26 @@ def verify_kernel(
     TILES: tl.constexpr = V // (BLOCK_V * SPLITS)
     tl.static_assert(K % BLOCK_K == 0 and V % (BLOCK_V * SPLITS) == 0)
 
-    first = tl.load(cu_seqlens_ptr + request).to(tl.int64)
-    num_tokens = (tl.load(cu_seqlens_ptr + request + 1) - first).to(tl.int32)
-    slot = tl.load(slots_ptr + request).to(tl.int64)
-    rows_end = tl.load(cu_seqlens_ptr + num_requests).to(tl.int32)
     out_ptr += hv.to(tl.int64) * out_stride_h
     split_offs = split * (TILES * BLOCK_V) + tl.arange(0, BLOCK_OUT)
     split_mask = split_offs < tl.minimum(V, (split + 1) * (TILES * BLOCK_V))
-    store_zero_rows(
-        out_ptr, rows_end + request, num_rows, num_requests, out_stride_n, split_offs, split_mask
-    )
+    if cu_seqlens_ptr is None:
+        first = request.to(tl.int64) * rows_per_request
+        num_tokens = rows_per_request
+    else:
+        first = tl.load(cu_seqlens_ptr + request).to(tl.int64)
+        num_tokens = (tl.load(cu_seqlens_ptr + request + 1) - first).to(tl.int32)
+        rows_end = tl.load(cu_seqlens_ptr + num_requests).to(tl.int32) + request
+        store_zero_rows(
+            out_ptr, rows_end, num_rows, num_requests, out_stride_n, split_offs, split_mask
+        )
+    slot = request.to(tl.int64)
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + request).to(tl.int64)
     out_ptr += first * out_stride_n
     if slot < 0:
-        store_zero_rows(out_ptr, 0, num_tokens, 1, out_stride_n, split_offs, split_mask)
+        if ZERO_PADDING:
+            store_zero_rows(out_ptr, 0, num_tokens, 1, out_stride_n, split_offs, split_mask)
         return
     if num_tokens <= 0:
         return
@@ -171,8 +182,11 @@ def verify_kernel(
     state_ptr += slot * state_stride_s + hv.to(tl.int64) * state_stride_h
 
     # Everything that the small system waits for is asked for before any of it is used.
-    ring_start = tl.load(ring_start_ptr + slot).to(tl.int32)
-    history_len = tl.load(history_len_ptr + slot).to(tl.int32)
+    cursor = request.to(tl.int64) if BY_ROW else slot
+    ring_start = 0
+    if ring_start_ptr is not None:
+        ring_start = tl.load(ring_start_ptr + cursor).to(tl.int32)
+    history_len = tl.load(history_len_ptr + cursor).to(tl.int32)
     k = ()
     q = ()
     k_hist = ()
@@ -196,8 +210,10 @@ def verify_kernel(
     A_log = tl.load(A_log_ptr + hv).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + hv).to(tl.float32)
     is_fold = False
-    if HAS_FOLD:
+    if is_fold_ptr is not None:
         is_fold = tl.load(is_fold_ptr + request) != 0
+    elif fold_threshold is not None:
+        is_fold = history_len >= fold_threshold
     if PREFETCH > 0:
         LINE: tl.constexpr = 1024 // state_ptr.dtype.element_ty.primitive_bitwidth
         element = tl.arange(0, PREFETCH) * LINE

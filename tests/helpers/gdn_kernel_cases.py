@@ -1,0 +1,39 @@
+"""Verify calls that every kernel must get right: small enough for Triton's interpreter."""
+
+from __future__ import annotations
+
+from helpers.gdn_cases import Case, Geometry
+
+__all__ = ["KERNEL_CASES", "SMALL"]
+
+SMALL = Geometry(heads=1, value_heads=2, key_dim=16, value_dim=16)
+
+KERNEL_CASES = [
+    *(Case(f"T{n}", (n,), (5,), geometry=SMALL) for n in (1, 2, 3, 4, 8)),
+    Case("T16", (16,), (3,), (27,), geometry=SMALL),
+    Case("ragged", (1, 5, 0, 8, 3), (2, 0, 4, 8, 13), (0, 31, 5, 17, 30), geometry=SMALL),
+    Case("padding-tail", (2, 3, 1), (4, 0, 6), slots=(5, -1, 2), tail=5, geometry=SMALL),
+    Case("only-padding", (2, 2), (0, 0), slots=(-1, -1), geometry=SMALL),
+    Case("all-fold", (4, 4, 4), (13, 16, 14), (1, 30, 20), geometry=SMALL),
+    Case("some-fold-permuted", (8, 1, 8), (9, 9, 8), (25, 25, 25), (4, 0, 6), geometry=SMALL),
+    Case("fold-nothing", (2,), (0,), folds=(True,), geometry=SMALL),
+    Case("options", (3,), (4,), use_qk_l2norm=False, scale=0.1, beta_scale=2.0, geometry=SMALL),
+    Case("equal-keys", (8,), (0,), decay="none", equal_keys=True, geometry=SMALL),
+    Case("strong-decay", (5, 4), (7, 14), decay="-200", history_gap=60.0, geometry=SMALL),
+    Case("strided", (2, 4), (5, 14), (30, 1), is_strided=True),
+    *(
+        Case(f"ratio-{r}", (3, 2), (4, 15), geometry=Geometry(heads=h, value_heads=r * h))
+        for r, h in ((1, 3), (3, 1), (4, 1))
+    ),
+    *(
+        Case(f"K{k}-V{v}", (4,), (13,), geometry=Geometry(1, 1, k, v))
+        for k, v in ((16, 48), (48, 16), (96, 192), (256, 32))
+    ),
+    Case(
+        "small-ring",
+        (2,),
+        (2,),
+        (3,),
+        geometry=Geometry(1, 1, 16, 16, capacity=4, max_window=2),
+    ),
+]

@@ -1,0 +1,118 @@
+"""Compile every kernel for the capabilities that the arguments name, without a GPU.
+
+Prints registers, spills and shared memory as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import triton
+import triton.language as tl
+
+from helpers.triton_resources import compiled
+from hybridspec.ops._triton_support import compiler_version
+from hybridspec.ops.causal_conv1d import triton_verify as conv
+from hybridspec.ops.gated_delta_rule import launch, triton_fold, triton_slots, triton_verify
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+NAMES = {BF16: "bf16", F16: "fp16", F32: "fp32"}
+TRITON = {BF16: tl.bfloat16, F16: tl.float16, F32: tl.float32}
+MODES = [
+    (BF16, BF16, BF16),
+    (F16, F16, F16),
+    (BF16, F16, F16),
+    (BF16, F32, BF16),
+    (BF16, F32, F32),
+    (F32, F32, F32),
+]
+# K, V, rows of a request
+SHAPES = [(128, 128, 8), (128, 128, 16), (256, 256, 8), (96, 192, 8), (64, 64, 8)]
+
+
+def verify_variants(capability: int):
+    """Yield constants, pointers and options of the verify kernel as `launch` would pick them."""
+    shapes = [(mode, SHAPES[0]) for mode in MODES] + [(MODES[0], shape) for shape in SHAPES[1:]]
+    for (act, state, ring), (key_dim, value_dim, tokens) in shapes:
+        operands = launch.EXACT
+        if act != F32:
+            operands = launch.Operands(act=act, state=state, ring=ring, precision="tf32")
+        config = launch.choose_verify_launch(
+            divmod(capability, 10), compiler_version(), 10**4, key_dim, value_dim, tokens, operands
+        )
+        constants = {
+            "H": 2,
+            "HV": 6,
+            "K": key_dim,
+            "V": value_dim,
+            "RING": 32,
+            "WINDOW": 16,
+            "TOKENS": tokens,
+            "BLOCK_K": config.block_k,
+            "BLOCK_V": config.block_v,
+            "BLOCK_OUT": triton.next_power_of_2(value_dim),
+            "SPLITS": config.splits,
+            "STAGES": config.num_stages,
+            "ACT_OPERAND": TRITON[operands.act],
+            "STATE_OPERAND": TRITON[operands.state],
+            "RING_OPERAND": TRITON[operands.ring],
+            "PRECISION": operands.precision,
+            "PREFETCH": config.prefetch_lines,
+            "USE_L2NORM": True,
+            "BY_ROW": False,
+            "ZERO_PADDING": True,
+            "fold_threshold": None,
+            "rows_per_request": None,
+        }
+        pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "a_ptr", "b_ptr", "out_ptr"), act)
+        pointers |= {"state_ptr": state, "ring_k_ptr": ring, "ring_u_ptr": ring}
+        pointers |= dict.fromkeys(("A_log_ptr", "dt_bias_ptr", "ring_decay_ptr"), F32)
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        if config.max_registers:
+            options["maxnreg"] = config.max_registers
+        yield constants, pointers, options
+
+
+def small_variants():
+    """Yield the other kernels with their constants, pointers and warps."""
+    geometry = {"H": 2, "HV": 6, "K": 128, "V": 128, "RING": 32, "WINDOW": 16}
+    for state, ring in ((BF16, BF16), (F32, BF16), (F32, F32)):
+        constants = geometry | {
+            "BLOCK_K": 64,
+            "BLOCK_V": 16,
+            "OPERAND": TRITON[ring],
+            "PRECISION": "ieee" if ring == F32 else "tf32",
+            "IS_FLAG": False,
+        }
+        pointers = {"state_ptr": state, "ring_k_ptr": ring, "ring_u_ptr": ring}
+        yield (
+            triton_fold.advance_kernel,
+            constants,
+            pointers | {"ring_decay_ptr": F32},
+            4 if ring == F32 else 1,
+        )
+    yield triton_slots.commit_kernel, {"RING": 32, "BLOCK": 128}, {}, 4
+    yield triton_slots.decide_folds_kernel, {"BLOCK": 128}, {}, 4
+    pools = {"pool_ptr": BF16, "values_ptr": BF16}
+    yield triton_slots.write_slots_kernel, {"BLOCK": 1024}, pools, 4
+    yield triton_slots.reset_slots_kernel, {"BLOCK": 1024}, pools, 4
+    constants = {"D": 12288, "RING": 16, "WIDTH": 4, "BLOCK_D": 256, "IS_SILU": True}
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "conv_ring_ptr", "out_ptr"), BF16)
+    yield conv.verify_kernel, constants | {"TOKENS": 8, "bias_ptr": None}, pointers, 2
+
+
+def reports(capability: int):
+    """Compile everything for one capability."""
+    named = {"is_fold_ptr": "*i8", "scale": "fp32", "beta_scale": "fp32"}
+    for constants, pointers, options in verify_variants(capability):
+        types = {name: f"*{NAMES[dtype]}" for name, dtype in pointers.items()}
+        yield compiled(triton_verify.verify_kernel, constants, named | types, capability, options)
+    for kernel, constants, pointers, num_warps in small_variants():
+        types = {name: f"*{NAMES[dtype]}" for name, dtype in pointers.items()}
+        yield compiled(kernel, constants, named | types, capability, {"num_warps": num_warps})
+
+
+if __name__ == "__main__":
+    print(json.dumps([report for c in map(int, sys.argv[1:]) for report in reports(c)]))

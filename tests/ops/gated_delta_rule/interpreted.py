@@ -1,0 +1,158 @@
+"""Kernels against the oracle in Triton's interpreter; run by test_triton.py."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from helpers.gdn_cases import Case, Dtypes, Geometry, Pools, VerifyCall, assert_same_bits
+from helpers.gdn_kernel_cases import KERNEL_CASES, SMALL
+from helpers.gdn_sessions import Session
+from hybridspec.ops import gated_delta_rule
+from hybridspec.ops.gated_delta_rule import launch, launch_slots
+
+# Decays that are selected away may overflow; the interpreter's NumPy says so.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+def test_verify(case: Case) -> None:
+    VerifyCall(case.using(Dtypes(F32, F32, F32))).check("triton")
+
+
+@pytest.mark.parametrize(
+    "dtypes", [Dtypes(*some) for some in itertools.product((F32, BF16, F16), repeat=3)], ids=str
+)
+def test_every_mix_of_dtypes(dtypes: Dtypes) -> None:
+    # Stores of bf16 truncate in the interpreter: one more unit than on a device.
+    case = Case("mix", (3, 1), (14, 2), (29, 0), geometry=SMALL, dtypes=dtypes)
+    VerifyCall(case).check("triton")
+
+
+def test_without_is_fold_the_checkpoints_are_not_written() -> None:
+    call = VerifyCall(Case("plain", (4, 4), (12, 3), (30, 0), geometry=SMALL))
+    call.case = call.case.using(Dtypes(F32, F32, F32))
+    call = VerifyCall(call.case)
+    call.check("triton", is_fold=None)
+
+
+def test_value_rows_split_between_programs() -> None:
+    """Two programs a head: one appends k and decay, both their part of u, outputs and state."""
+    case = Case("split", (3, 2, 1), (15, 4, 0), slots=(3, 1, -1), tail=2)
+    call = VerifyCall(case.using(Dtypes(F32, F32, F32)))
+    config = launch.choose_verify_launch((9, 0), None, 1, 16, 32, 8, launch.EXACT)
+    assert config.splits == 2
+    call.check("triton")
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["fp32", "fp16"])
+def test_sessions_of_verify_commit_and_fold(dtype: torch.dtype) -> None:
+    geometry = Geometry(1, 2, 16, 16)
+    session = Session(
+        geometry, Dtypes(dtype, dtype, dtype), num_requests=2, starts=[29, 3], backend="triton"
+    )
+    for step in range(8):
+        session.step({1: 4, 0: 1 + step % 8}, {0: step % 4, 1: 3}, num_padding=step % 2)
+    session.check_states()
+    assert session.coverage["fold"] > 1 and session.coverage["reject"] > 4
+
+
+def filled_pools(seed: int = 0) -> Pools:
+    pools = Pools.create(Geometry(1, 2, 32, 48), Dtypes(F32, F32, F32), is_strided=True)
+    generator = torch.Generator().manual_seed(seed)
+    for slot, (start, history) in enumerate(((30, 5), (0, 16), (9, 1), (31, 12), (4, 0))):
+        pools.fill_slot(slot, start, history, generator)
+    return pools
+
+
+def both(run) -> None:
+    """Run on two equal sets of pools, kernel and reference; all bits written must agree."""
+    found = []
+    for backend in ("triton", "reference"):
+        pools = filled_pools()
+        run(pools, backend)
+        found.append(pools.tensors())
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_fold() -> None:
+    marks = torch.tensor([1, 0, 1, 1, 1], dtype=torch.int8)
+    slots = int32(3, 1, 0, -1, 4)
+    both(
+        lambda pools, backend: gated_delta_rule.fold(
+            pools.state, pools.ring, slots, is_fold=marks, backend=backend
+        )
+    )
+
+
+def test_materialize() -> None:
+    both(
+        lambda pools, backend: gated_delta_rule.materialize(
+            pools.state,
+            pools.ring,
+            int32(3, 1, 0, -1, 2),
+            int32(5, 6, 0, 2, -1),
+            int32(7, 99, 0, 3, 1),
+            backend=backend,
+        )
+    )
+
+
+def test_commit() -> None:
+    marks = torch.tensor([1, 0, 1, 0, 1], dtype=torch.int8)
+    arguments = (int32(3, 1, -1, 0, 2), marks, int32(4, 3, 2, 8, 0), int32(3, -1, 2, 99, 5))
+
+    def run(pools: Pools, backend: str) -> None:
+        slots, is_fold, rows, committed = (part.clone() for part in arguments)
+        ring = pools.ring
+        for _ in range(2):
+            gated_delta_rule.commit(
+                pools.seq_len, ring.ring_start, ring.history_len, slots, is_fold, rows, committed,
+                ring_capacity=32, backend=backend,
+            )  # fmt: skip
+        assert not is_fold.any() and not rows.any()
+
+    both(run)
+
+
+def test_decide_folds() -> None:
+    pools = filled_pools()
+    slots, rows = int32(3, 1, -1, 0, 2, 1), int32(4, 1, 8, 8, 16, 0)
+    found = torch.full((6,), 9, dtype=torch.int8)
+    launch_slots.decide_folds(pools.ring.history_len, slots, rows, found, 16)
+    assert found.tolist() == [0, 1, 0, 0, 1, 0]
+
+
+def test_copy_and_reset() -> None:
+    def run(pools: Pools, backend: str) -> None:
+        tensors = pools.tensors()
+        copied, written = int32(3, 0, -1, 1), int32(0, 5, 2, -1)
+        if backend == "triton":
+            launch_slots.copy_slots(tensors, copied, written)
+            launch_slots.reset_slots(tensors, int32(1, -1))
+        else:
+            gated_delta_rule.copy_slots(tensors, copied, written)
+            gated_delta_rule.reset_slots(tensors, int32(1, -1))
+
+    both(run)
+
+
+def test_the_comparison_has_teeth() -> None:
+    """A window row that is taken as dead changes the outputs by far more than the tolerance."""
+    call = VerifyCall(Case("teeth", (3,), (9,), geometry=SMALL).using(Dtypes(F32, F32, F32)))
+    call.pools.ring.history_len.sub_(1)
+    expected = call.run("triton").clone()
+    call.pools.ring.history_len.add_(1)
+    actual = call.run("triton")
+    assert (actual - expected).abs().max() > 1e-3 * expected.abs().max()
+    with pytest.raises(AssertionError):
+        assert_same_bits(actual, expected)
