@@ -1,0 +1,63 @@
+"""Ragged batches that the convolution's kernel must get right, on any device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from helpers.conv_cases import ConvBatch, expected_output, expected_ring, make_conv_batch
+from hybridspec.ops import causal_conv1d
+
+__all__ = ["BATCHES", "check_kernel"]
+
+BATCHES = {
+    "one row": {"lengths": [1], "positions": [9], "slots": [2]},
+    "start": {"lengths": [1, 2, 3, 4], "positions": [0, 1, 2, 3], "slots": [5, 0, 3, 1]},
+    "ragged": {"lengths": [4, 0, 8, 1], "positions": [14, 3, 30, 16], "slots": [0, 1, 4, 2]},
+    "padding": {"lengths": [2, 3, 1], "positions": [7, 0, 2], "slots": [-1, 3, -1], "tail_rows": 3},
+    "width 2": {"lengths": [5, 2], "positions": [0, 40], "slots": [0, 1], "width": 2},
+    "bias": {"lengths": [3], "positions": [15], "slots": [0], "has_bias": True},
+    "channels": {"lengths": [2, 1], "positions": [3, 8], "slots": [1, 0], "num_channels": 300},
+}
+
+
+def check_kernel(
+    name: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    activation: str | None,
+    device: str,
+    bound: float,
+) -> None:
+    """Run the kernel on a batch and compare outputs and every bit of the ring."""
+    x_dtype, ring_dtype = dtypes
+    batch = make_conv_batch(**BATCHES[name], dtype=x_dtype, ring_dtype=ring_dtype)
+    right, ring = expected_output(batch, activation), expected_ring(batch)
+    moved = _moved(batch, device)
+    out = causal_conv1d.verify(
+        *moved.tensors, max_verify_tokens=max(1, batch.longest), bias=moved.bias,
+        activation=activation, backend="triton",
+    )  # fmt: skip
+    torch.testing.assert_close(out.double().cpu(), right, rtol=bound, atol=bound)
+    torch.testing.assert_close(moved.conv_ring.cpu(), ring, rtol=0, atol=0, equal_nan=True)
+
+
+def _moved(batch: ConvBatch, device: str) -> ConvBatch:
+    """The same batch on a device; x and the ring stay strided."""
+
+    def strided(tensor: torch.Tensor) -> torch.Tensor:
+        wide = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 8), torch.nan, device=device)
+        view = wide[..., 3:-5]
+        view.copy_(tensor)
+        return view
+
+    return replace(
+        batch,
+        x=strided(batch.x),
+        conv_ring=strided(batch.conv_ring),
+        weight=batch.weight.to(device),
+        bias=None if batch.bias is None else batch.bias.to(device),
+        seq_len=batch.seq_len.to(device),
+        cu_seqlens=batch.cu_seqlens.to(device),
+        slots=batch.slots.to(device),
+    )

@@ -1,0 +1,23 @@
+"""The compiled kernel against the oracle on a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.conv_kernel_cases import BATCHES, check_kernel
+
+pytestmark = pytest.mark.gpu
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_verify(name: str, activation: str | None) -> None:
+    check_kernel(name, (F32, F32), activation, "cuda", 1e-5)
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (F16, F16), (F32, BF16), (BF16, F32)], ids=str)
+def test_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    check_kernel("ragged", dtypes, "silu", "cuda", 2e-2)
