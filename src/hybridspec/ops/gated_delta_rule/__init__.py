@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hybridspec.ops.gated_delta_rule.api import fold, materialize, prefill, verify
+from hybridspec.ops.gated_delta_rule.by_row import verify_rows
 from hybridspec.ops.gated_delta_rule.ring import RingView
 from hybridspec.ops.gated_delta_rule.slots import commit, copy_slots, decide_folds, reset_slots
 
@@ -16,4 +17,5 @@ __all__ = [
     "prefill",
     "reset_slots",
     "verify",
+    "verify_rows",
 ]

@@ -110,20 +110,27 @@ def _check_row_shapes(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, sl
         check("out", out, "N HV V", dims)
 
 
-def _explain_ring_shapes(ring: RingView, dims: Dims) -> None:
+def _explain_ring_shapes(ring: RingView, dims: Dims, num_cursors: int | None = None) -> None:
     if not isinstance(ring, RingView):
         raise TypeError(f"ring: expected a RingView, got {type(ring).__name__}")
+    cursors = "S" if num_cursors is None else str(num_cursors)
     check("ring.k", ring.k, "S H R K", dims)
     check("ring.u", ring.u, "S HV R V", dims)
     check("ring.cum_log_decay", ring.cum_log_decay, "S HV R", dims)
-    check("ring.ring_start", ring.ring_start, "S", dims)
-    check("ring.history_len", ring.history_len, "S", dims)
+    check("ring.ring_start", ring.ring_start, cursors, dims)
+    check("ring.history_len", ring.history_len, cursors, dims)
 
 
-def check_ring(ring: RingView) -> None:
-    """Raise unless the ring's dtypes and strides, its capacity and its cursors are right."""
+def check_ring(ring: RingView, num_cursors: int | None = None) -> None:
+    """Raise unless the ring's dtypes and strides, its capacity and its cursors are right.
+
+    Args:
+        ring: the ring.
+        num_cursors: how many cursors there are; None: one per slot.
+    """
     k, u, cum = ring.k, ring.u, ring.cum_log_decay
-    num_slots, capacity = k.shape[0], k.shape[2]
+    capacity = k.shape[2]
+    cursors = (k.shape[0] if num_cursors is None else num_cursors,)
     is_right = (
         k.dtype in FLOATS
         and u.dtype in FLOATS
@@ -132,14 +139,14 @@ def check_ring(ring: RingView) -> None:
         and u.stride(-1) == 1
         and ring.ring_start.dtype == torch.int32
         and ring.history_len.dtype == torch.int32
-        and ring.ring_start.shape == (num_slots,)
-        and ring.history_len.shape == (num_slots,)
+        and ring.ring_start.shape == cursors
+        and ring.history_len.shape == cursors
         and capacity & (capacity - 1) == 0
         and 0 < ring.max_window < capacity
     )
     if is_right:
         return
-    _explain_ring_shapes(ring, {})
+    _explain_ring_shapes(ring, {}, num_cursors)
     check_dtype("ring.k", k, *FLOATS)
     check_dtype("ring.u", u, *FLOATS)
     check_dtype("ring.cum_log_decay", cum, *WIDE)
@@ -170,18 +177,24 @@ def check_window(ring: RingView, max_verify_tokens: int) -> None:
         )
 
 
-def check_pools(state: Tensor, ring: RingView) -> None:
-    """Raise ValueError or TypeError unless a state pool and a ring belong together."""
+def check_pools(state: Tensor, ring: RingView, num_cursors: int | None = None) -> None:
+    """Raise ValueError or TypeError unless a state pool and a ring belong together.
+
+    Args:
+        state: the state pool.
+        ring: the ring.
+        num_cursors: how many cursors there are; None: one per slot.
+    """
     dims: Dims = {}
     check("state", state, "S HV V K", dims)
     check_dtype("state", state, *FLOATS)
     check_last_stride("state", state)
-    _explain_ring_shapes(ring, dims)
+    _explain_ring_shapes(ring, dims, num_cursors)
     if dims["HV"] % dims["H"]:
         raise ValueError(
             f"state: expected a multiple of ring.k's {dims['H']} heads, got {dims['HV']}"
         )
-    check_ring(ring)
+    check_ring(ring, num_cursors)
 
 
 def check_marks(dims: Dims, **marks: Tensor) -> None:
