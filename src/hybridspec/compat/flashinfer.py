@@ -1,11 +1,16 @@
-"""FlashInfer's gated delta rule verification over a ring of u and k, for CPU and CUDA tensors.
+"""FlashInfer's gated delta rule for draft verification, for CPU and CUDA tensors.
 
-Follows flashinfer-ai/flashinfer, flashinfer/gdn_kernels (release 0.7.4): names, argument order,
-defaults, shapes and meaning. No code was taken. Differences: one to eight rows per request instead
-of four or eight, any head sizes and dtypes that the op takes, and A_log stays fp32.
+Follows flashinfer-ai/flashinfer at commit 055568ad032f17317d17daea7989e8155baf8fba, folder
+flashinfer/gdn_kernels, files gdn_decode_bf16_wy_ucache_flush.py and gdn_decode_bf16_wy_ucache.py:
+names, order, defaults, shapes and meaning. No code was taken. What differs: T is 1 to 8 instead of
+4 or 8; head sizes, dtypes and strides are those of the op; A_log and dt_bias are not rounded to the
+dtype of the rows; a row with a negative index never moves its cursors.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,19 +19,28 @@ from hybridspec.errors import UnsupportedError
 from hybridspec.ops.gated_delta_rule import verify_rows
 from hybridspec.ops.gated_delta_rule.restart import restart_windows
 
-__all__ = [
-    "CallerError",
-    "gated_delta_rule_mtp_ucache",
-    "gated_delta_rule_mtp_ucache_flush",
-]
+__all__ = ["CallerError", "gated_delta_rule_mtp_ucache", "gated_delta_rule_mtp_ucache_flush"]
 
 _WINDOW = 16
 _FLUSH_RING = 32
-_MAX_ROWS = 8
+_FLAT_RING = 16
+_MAX_TOKENS = 8
+
+# What the op's messages call an argument, where FlashInfer has another name for it.
+_NAMES = {
+    "state": "initial_state_source",
+    "slots": "initial_state_indices",
+    "ring.k": "k_cache",
+    "ring.u": "u_cache",
+    "ring.cum_log_decay": "g_cache",
+    "ring.history_len": "hist_len",
+    "ring.ring_start": "cache_base",
+    "out": "output",
+}
 
 
 class CallerError(ValueError, AssertionError):
-    """A call that breaks the contract; FlashInfer's guards are assertions."""
+    """A wrong call. FlashInfer asserts most of its contract and raises ValueError for the rest."""
 
 
 def gated_delta_rule_mtp_ucache_flush(
@@ -60,53 +74,63 @@ def gated_delta_rule_mtp_ucache_flush(
     restart_hist_on_flush: bool = True,
     pdl_trigger: bool = False,
 ) -> Tensor:
-    """Verify T rows per request, append them to the ring, and flush windows that are long enough.
+    """Verify T rows per request, append them to the rings, and flush the longer windows.
 
-    The state after the window takes part in the outputs; where hist_len >= flush_min it is also
-    stored. See `hybridspec.ops.gated_delta_rule.verify` for the equation.
+    The window of request b is the ring rows (cache_base[b] + j) mod 32, j < hist_len[b], of its
+    slot; its T rows go behind the window. Where hist_len[b] >= flush_min the window is also added
+    to the state in the pool (the equation: `hybridspec.ops.gated_delta_rule.fold`), and the rows
+    appended count their decay from there. Outputs: `hybridspec.ops.gated_delta_rule.verify`.
 
     Args:
-        A_log: [HV], fp32; in.
+        A_log: [HV], any float dtype; in.
         a: decay inputs, [B, T, HV]; in.
-        dt_bias: [HV]; in.
+        dt_bias: [HV], any float dtype; in.
         softplus_beta: only 1.
-        softplus_threshold: only 20.
-        q: queries, [B, T, H, K]; in.
+        softplus_threshold: only 20; above it x and log(1 + e^x) are the same in fp32.
+        q: queries, [B, T, H, K], T = 1..8; in.
         k: keys, [B, T, H, K]; in.
         v: values, [B, T, HV, V]; in.
         b: write strength inputs, [B, T, HV]; in.
-        initial_state_source: state pool, [pool, HV, V, K]; in-out.
-        initial_state_indices: slot of each request, negative = padding, [B]; None: 0..B-1; in.
+        initial_state_source: states, [pool, HV, V, K]; in-out.
+        initial_state_indices: slot of each request, negative = padding, [B], int32 or int64; None:
+            0..B-1; in.
         output_state_indices: only None.
         intermediate_states_buffer: only None.
         accepted_steps: only None.
         ssm_state_indices: only None.
-        disable_state_update: only False.
+        disable_state_update: only False; `gated_delta_rule_mtp_ucache` leaves the states alone.
         use_qk_l2norm_in_kernel: whether q and k are first scaled to length one per head.
         scale: factor of the outputs; None is K^-0.5.
-        output: where to write, [B, T, HV, V]; rows of padding stay as they are; out.
+        output: where to write, [B, T, HV, V]; rows of padding keep what they hold; out.
         disable_output: only False.
         recovery_steps: only 0.
-        k_cache: ring of keys, [pool, H, 32, K]; in-out.
-        u_cache: ring of corrected values, [pool, HV, 32, V]; in-out.
-        g_cache: ring of cumulative log-decays, [pool, HV, 32], fp32; in-out.
-        hist_len: live rows of each request, [B], int32, 0..16; None is 0; in-out.
-        cache_base: first live ring row of each request, [B], int32; None is 0; in-out.
-        flush_min: shortest window that is flushed; None is 17 - T.
-        restart_hist_on_flush: whether cursors of flushed requests move here: cache_base +=
-            hist_len (mod 32), hist_len = 0. Otherwise the caller moves them, and nothing is
-            checked on the host.
+        k_cache: normalised keys, [pool, H, 32, K]; in-out.
+        u_cache: corrected values, [pool, HV, 32, V]; in-out.
+        g_cache: log-decay since the state in the pool, [pool, HV, 32], fp32; in-out.
+        hist_len: rows of each window, [B], int32, 0..16; in-out.
+        cache_base: first row of each window, [B], int32, 0..31; None: zeros; in-out.
+        flush_min: shortest window that is flushed, 1..17-T; None is 17 - T.
+        restart_hist_on_flush: whether flushed windows end here: cache_base += hist_len mod 32, then
+            hist_len = 0; the caller adds what is accepted. Ranges are then checked, on a GPU by
+            waiting for it (not while a graph is captured). If False, the cursors stay and the
+            caller moves them once per step, after all layers; there is no host sync.
         pdl_trigger: only False.
 
     Returns:
-        [B, T, HV, V], `output` if given.
+        `output`, or [B, T, HV, V] in the dtype of `v` with zeros in rows of padding.
 
     Raises:
-        CallerError: if cursors break the contract; a ValueError and an AssertionError.
-        NotImplementedError: for an argument that is not supported, by name.
-        ValueError: for a wrong shape.
+        CallerError: for a wrong call; it is a ValueError and an AssertionError.
+        UnsupportedError: for an argument that only accepts its default, by name, or another T; it
+            is a NotImplementedError.
+
+    Numerics:
+        As `hybridspec.ops.gated_delta_rule.verify`.
+
+    Source:
+        The repository and commit that the module names.
     """
-    _only_defaults(
+    _accept_only_defaults(
         softplus_beta=(softplus_beta, 1.0),
         softplus_threshold=(softplus_threshold, 20.0),
         output_state_indices=(output_state_indices, None),
@@ -118,31 +142,28 @@ def gated_delta_rule_mtp_ucache_flush(
         recovery_steps=(recovery_steps, 0),
         pdl_trigger=(pdl_trigger, False),
     )
-    _require(
-        q=q, k=k, v=v, b=b, initial_state_source=initial_state_source, k_cache=k_cache,
-        u_cache=u_cache, g_cache=g_cache,
-    )  # fmt: skip
-    num_rows = q.shape[1]
-    _check_rows(num_rows, k_cache, _FLUSH_RING)
+    num_tokens, capacity = _sizes(q, k_cache)
+    if capacity != _FLUSH_RING:
+        raise CallerError(f"k_cache: expected {_FLUSH_RING} ring rows, got {capacity}")
+    hist_len = _required("hist_len", hist_len)
     if restart_hist_on_flush:
-        if cache_base is None or hist_len is None:
-            raise CallerError(
-                "cache_base: restart_hist_on_flush=True needs a caller-owned cache_base and "
-                "hist_len, which it moves in place"
-            )
-        _check_cursors(hist_len, cache_base)
-    threshold = _WINDOW + 1 - num_rows if flush_min is None else flush_min
+        cache_base = _cursors_to_move(hist_len, cache_base)
+    lazy = _WINDOW - num_tokens + 1
+    threshold = lazy if flush_min is None else flush_min
+    if not 1 <= threshold <= lazy:
+        raise CallerError(
+            f"flush_min: {flush_min} is out of range [1, {lazy}] for T={num_tokens}; a longer "
+            "window could neither take the rows nor be flushed"
+        )
+    indices = _as_int32(initial_state_indices)
     out = _verify(
-        A_log, a, dt_bias, q, k, v, b, initial_state_source, initial_state_indices,
-        use_qk_l2norm_in_kernel, scale, output, k_cache, u_cache, g_cache, hist_len, cache_base,
-        threshold,
+        A_log, a, dt_bias, q, k, v, b, initial_state_source, indices, k_cache, u_cache, g_cache,
+        hist_len, cache_base, threshold, use_qk_l2norm_in_kernel, scale, output,
     )  # fmt: skip
-    if restart_hist_on_flush:
+    if restart_hist_on_flush and cache_base is not None:
         restart_windows(
-            cache_base, hist_len,
-            None if initial_state_indices is None else initial_state_indices.to(torch.int32),
-            fold_threshold=threshold, ring_capacity=_FLUSH_RING,
-        )  # fmt: skip
+            cache_base, hist_len, indices, fold_threshold=threshold, ring_capacity=_FLUSH_RING
+        )
     return out
 
 
@@ -174,46 +195,56 @@ def gated_delta_rule_mtp_ucache(
     hist_len: Tensor | None = None,
     use_pdl: bool = False,
 ) -> Tensor:
-    """Verify T rows per request and append them to flat rings; the state pool is never written.
+    """Verify T rows per request and append them to flat rings; the states are never written.
 
-    Row j of a window is row j of its ring; the caller keeps hist_len + T <= 16.
+    The window of request b is the ring rows 0..hist_len[b]-1 of its slot, and its T rows go behind
+    them; the caller keeps hist_len[b] + T <= 16. Outputs:
+    `hybridspec.ops.gated_delta_rule.verify`.
 
     Args:
-        A_log: [HV], fp32; in.
+        A_log: [HV], any float dtype; in.
         a: decay inputs, [B, T, HV]; in.
-        dt_bias: [HV]; in.
+        dt_bias: [HV], any float dtype; in.
         softplus_beta: only 1.
-        softplus_threshold: only 20.
-        q: queries, [B, T, H, K]; in.
+        softplus_threshold: only 20; above it x and log(1 + e^x) are the same in fp32.
+        q: queries, [B, T, H, K], T = 1..8; in.
         k: keys, [B, T, H, K]; in.
         v: values, [B, T, HV, V]; in.
         b: write strength inputs, [B, T, HV]; in.
-        initial_state_source: state pool, [pool, HV, V, K]; in.
-        initial_state_indices: slot of each request, negative = padding, [B]; None: 0..B-1; in.
+        initial_state_source: states, [pool, HV, V, K]; in.
+        initial_state_indices: slot of each request, negative = padding, [B], int32 or int64; None:
+            0..B-1; in.
         output_state_indices: only None.
         intermediate_states_buffer: only None.
         accepted_steps: only None.
         ssm_state_indices: only None.
-        disable_state_update: either; the pool is never written.
+        disable_state_update: either; the states are never written.
         use_qk_l2norm_in_kernel: whether q and k are first scaled to length one per head.
         scale: factor of the outputs; None is K^-0.5.
-        output: where to write, [B, T, HV, V]; rows of padding stay as they are; out.
+        output: where to write, [B, T, HV, V]; rows of padding keep what they hold; out.
         disable_output: only False.
         recovery_steps: only 0.
-        k_cache: ring of keys, [pool, H, 16, K]; in-out.
-        u_cache: ring of corrected values, [pool, HV, 16, V]; in-out.
-        g_cache: ring of cumulative log-decays, [pool, HV, 16], fp32; in-out.
-        hist_len: live rows of each request, [B], int32; None is 0; in.
+        k_cache: normalised keys, [pool, H, 16, K]; in-out.
+        u_cache: corrected values, [pool, HV, 16, V]; in-out.
+        g_cache: log-decay since the state in the pool, [pool, HV, 16], fp32; in-out.
+        hist_len: rows of each window, [B], int32, 0..16-T; checked on a CPU; in.
         use_pdl: only False.
 
     Returns:
-        [B, T, HV, V], `output` if given.
+        `output`, or [B, T, HV, V] in the dtype of `v` with zeros in rows of padding.
 
     Raises:
-        NotImplementedError: for an argument that is not supported, by name.
-        ValueError: for a wrong shape.
+        CallerError: for a wrong call; it is a ValueError and an AssertionError.
+        UnsupportedError: for an argument that only accepts its default, by name, or another T; it
+            is a NotImplementedError.
+
+    Numerics:
+        As `hybridspec.ops.gated_delta_rule.verify`.
+
+    Source:
+        The repository and commit that the module names.
     """
-    _only_defaults(
+    _accept_only_defaults(
         softplus_beta=(softplus_beta, 1.0),
         softplus_threshold=(softplus_threshold, 20.0),
         output_state_indices=(output_state_indices, None),
@@ -224,81 +255,139 @@ def gated_delta_rule_mtp_ucache(
         recovery_steps=(recovery_steps, 0),
         use_pdl=(use_pdl, False),
     )
-    _require(
-        q=q, k=k, v=v, b=b, initial_state_source=initial_state_source, k_cache=k_cache,
-        u_cache=u_cache, g_cache=g_cache,
-    )  # fmt: skip
-    _check_rows(q.shape[1], k_cache, _WINDOW)
+    num_tokens, capacity = _sizes(q, k_cache)
+    if capacity != _FLAT_RING:
+        raise CallerError(f"k_cache: expected {_FLAT_RING} ring rows, got {capacity}")
+    hist_len = _required("hist_len", hist_len)
+    indices = _as_int32(initial_state_indices)
+    if not hist_len.is_cuda:
+        live = hist_len if indices is None else hist_len[indices >= 0]
+        most = _FLAT_RING - num_tokens
+        _check_range("hist_len", live, most, f"[0, {most}] for T={num_tokens}")
     return _verify(
-        A_log, a, dt_bias, q, k, v, b, initial_state_source, initial_state_indices,
-        use_qk_l2norm_in_kernel, scale, output, k_cache, u_cache, g_cache, hist_len, None, None,
+        A_log, a, dt_bias, q, k, v, b, initial_state_source, indices, k_cache, u_cache, g_cache,
+        hist_len, None, None, use_qk_l2norm_in_kernel, scale, output,
     )  # fmt: skip
 
 
-def _only_defaults(**arguments: tuple[object, object]) -> None:
+def _accept_only_defaults(**arguments: tuple[object, object]) -> None:
     for name, (value, default) in arguments.items():
-        if value is not default and value != default:
-            raise UnsupportedError(f"{name}: only {default!r} is supported, got {value!r}")
+        if value is not default and (default is None or value != default):
+            got = f"a {type(value).__name__}" if default is None else repr(value)
+            raise UnsupportedError(f"{name}: only {default!r} is supported, got {got}")
 
 
-def _require(**tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is None:
-            raise ValueError(f"{name}: expected a tensor, got None")
+def _required(name: str, tensor: Tensor | None) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise CallerError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    return tensor
 
 
-def _check_rows(num_rows: int, k_cache: Tensor, capacity: int) -> None:
-    if not 1 <= num_rows <= _MAX_ROWS:
-        raise ValueError(f"q: expected 1..{_MAX_ROWS} rows per request, got {num_rows}")
-    if k_cache.shape[2] != capacity:
-        raise ValueError(f"k_cache: expected {capacity} ring rows, got {k_cache.shape[2]}")
+def _sizes(q: Tensor | None, k_cache: Tensor | None) -> tuple[int, int]:
+    """Return T and the number of ring rows."""
+    q, k_cache = _required("q", q), _required("k_cache", k_cache)
+    for name, tensor in (("q", q), ("k_cache", k_cache)):
+        if tensor.dim() != 4:
+            raise CallerError(f"{name}: expected 4 dimensions, got shape {list(tensor.shape)}")
+    num_tokens = q.shape[1]
+    if not 1 <= num_tokens <= _MAX_TOKENS:
+        raise UnsupportedError(f"q: T of 1 to {_MAX_TOKENS} is supported, got T={num_tokens}")
+    return num_tokens, k_cache.shape[2]
 
 
-def _check_cursors(hist_len: Tensor, cache_base: Tensor) -> None:
+def _as_int32(indices: Tensor | None) -> Tensor | None:
+    return None if indices is None else indices.to(torch.int32)
+
+
+def _cursors_to_move(hist_len: Tensor, cache_base: Tensor | None) -> Tensor:
+    """Return `cache_base`, or raise unless both cursors can be moved in place."""
+    if cache_base is None:
+        raise CallerError(
+            "cache_base: restart_hist_on_flush=True moves cursors in place and needs a "
+            "caller-owned cache_base, [B] int32, kept from call to call; got None. Or pass "
+            "restart_hist_on_flush=False and move the cursors yourself"
+        )
     for name, cursor in (("hist_len", hist_len), ("cache_base", cache_base)):
         if not cursor.is_contiguous():
-            raise CallerError(f"{name}: expected a contiguous tensor, it is moved in place")
-    if hist_len.numel() == 0 or (hist_len.is_cuda and torch.cuda.is_current_stream_capturing()):
+            raise CallerError(
+                f"{name}: restart_hist_on_flush=True moves it in place and needs it contiguous, "
+                f"got strides {tuple(cursor.stride())}"
+            )
+    if not (hist_len.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _check_range("hist_len", hist_len, _WINDOW, f"[0, {_WINDOW}]")
+        _check_range("cache_base", cache_base, _FLUSH_RING - 1, f"[0, {_FLUSH_RING})")
+    return cache_base
+
+
+def _check_range(name: str, cursor: Tensor, most: int, text: str) -> None:
+    """Raise unless all values are in 0..most; waits for the device."""
+    if cursor.numel() == 0:
         return
-    for name, cursor, end in (
-        ("hist_len", hist_len, _WINDOW + 1),
-        ("cache_base", cache_base, _FLUSH_RING),
-    ):
-        least, most = (int(bound) for bound in torch.aminmax(cursor))
-        if least < 0 or most >= end:
-            raise CallerError(f"{name} out of legal range 0..{end - 1}: found {least}..{most}")
+    least, largest = (int(bound) for bound in cursor.aminmax())
+    if least < 0 or largest > most:
+        raise CallerError(f"{name} out of legal range {text}: found {least} to {largest}")
+
+
+@contextmanager
+def _flashinfer_names() -> Iterator[None]:
+    """Raise the op's complaints about a call again, in FlashInfer's words."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        name, colon, rest = str(error).partition(":")
+        raise CallerError(f"{_NAMES.get(name, name)}{colon}{rest}") from error
 
 
 def _verify(
     A_log: Tensor,
     a: Tensor,
     dt_bias: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    b: Tensor,
-    state: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    b: Tensor | None,
+    state: Tensor | None,
     indices: Tensor | None,
+    k_cache: Tensor | None,
+    u_cache: Tensor | None,
+    g_cache: Tensor | None,
+    hist_len: Tensor,
+    cache_base: Tensor | None,
+    flush_min: int | None,
     use_qk_l2norm: bool,
     scale: float | None,
     output: Tensor | None,
-    k_cache: Tensor,
-    u_cache: Tensor,
-    g_cache: Tensor,
-    hist_len: Tensor | None,
-    cache_base: Tensor | None,
-    fold_threshold: int | None,
 ) -> Tensor:
-    """Verify, whatever the ring; `fold_threshold` None never folds."""
-    if hist_len is None:
-        hist_len = torch.zeros(q.shape[0], dtype=torch.int32, device=q.device)
-    return verify_rows(
-        q, k, v, a, b, A_log, dt_bias, state, k_cache, u_cache, g_cache, hist_len,
-        ring_start=cache_base,
-        slots=indices if indices is None else indices.to(torch.int32),
-        max_window=min(_WINDOW, k_cache.shape[2] - q.shape[1]),
-        fold_threshold=fold_threshold,
-        scale=scale,
-        use_qk_l2norm=use_qk_l2norm,
-        out=output,
-    )  # fmt: skip
+    """Call the op; `flush_min` None leaves the states alone."""
+    q, k, v, a, b = (
+        _with_last_stride_one(_required(name, rows))
+        for name, rows in (("q", q), ("k", k), ("v", v), ("a", a), ("b", b))
+    )
+    k_cache = _required("k_cache", k_cache)
+    with torch.no_grad(), _flashinfer_names():
+        return verify_rows(
+            q,
+            k,
+            v,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            _required("initial_state_source", state),
+            k_cache,
+            _required("u_cache", u_cache),
+            _required("g_cache", g_cache),
+            hist_len,
+            ring_start=cache_base,
+            slots=indices,
+            # In a ring of 16 rows the window leaves room for the T rows.
+            max_window=min(_WINDOW, k_cache.shape[2] - q.shape[1]),
+            fold_threshold=flush_min,
+            scale=scale,
+            use_qk_l2norm=use_qk_l2norm,
+            out=output,
+        )
+
+
+def _with_last_stride_one(rows: Tensor) -> Tensor:
+    return rows if rows.dim() == 0 or rows.stride(-1) == 1 else rows.contiguous()

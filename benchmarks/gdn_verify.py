@@ -1,0 +1,378 @@
+"""Time the GDN verify step on a GPU beside a kernel that only reads the states.
+
+Every call is compared with the reference in fp64 on a few requests before it is timed. Pools, rings
+and cursors are put back from copies before every replay, outside the timed region; folding requests
+are scattered, and their share is asserted. Of the figures, the multiple of the state read counts.
+
+    python benchmarks/gdn_verify.py --json benchmarks/results/gdn_verify_h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from harness import BEST_READ_RATE, Variant, environment, read_pool, time_interleaved
+from hybridspec.compat import flashinfer as compat
+from hybridspec.ops import gated_delta_rule
+from hybridspec.ops.gated_delta_rule import RingView
+from hybridspec.ops.gated_delta_rule.launch import verify_bytes
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# name: activations, state, ring
+MODES = {
+    "bf16": (BF16, BF16, BF16),
+    "fp16_io": (F16, F16, F16),
+    "fp16_state": (BF16, F16, BF16),
+    "ring_fp16": (BF16, BF16, F16),
+    "fp16_state_cache": (BF16, F16, F16),
+    "fp32_state": (BF16, F32, BF16),
+    "fp32_state_ring": (BF16, F32, F32),
+    "fp32": (F32, F32, F32),
+}
+GEOMETRIES = {"16/64": (16, 64), "16/48": (16, 48), "16/32": (16, 32), "16/16": (16, 16)}
+MIXED = (1, 2, 3, 4, 4, 5, 6, 7)
+TOLERANCES = {BF16: 1e-2, F16: 4e-3, F32: 1e-5}
+HEAD_DIM, CAPACITY, CHECKED = 128, 32, 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table; `rows` 0 is the mixed batch 1, 2, 3, 4, 4, 5, 6, 7."""
+
+    batch: int
+    share: float
+    rows: int = 4
+    history: int = 12
+    mode: str = "bf16"
+    geometry: str = "16/64"
+    base: int = -1
+
+    @property
+    def fold_history(self) -> int:
+        return 17 - self.rows if self.rows else 9
+
+
+class Call:
+    """The tensors of a setting, their copies, and the calls to time."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.heads, self.value_heads = heads, value_heads = GEOMETRIES[setting.geometry]
+        act, state, ring = MODES[setting.mode]
+        batch, slots = setting.batch, setting.batch + 1
+        self.lengths = [setting.rows] * batch
+        if not setting.rows:
+            self.lengths = list(itertools.islice(itertools.cycle(MIXED), batch))
+        num_rows = sum(self.lengths)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device="cuda")
+
+        self.rows = [
+            normal(num_rows, *shape).to(act)
+            for shape in (
+                (heads, HEAD_DIM), (heads, HEAD_DIM), (value_heads, HEAD_DIM), (value_heads,),
+                (value_heads,),
+            )
+        ]  # fmt: skip
+        self.params = [normal(value_heads) * 0.3, normal(value_heads) * 0.3]
+        pool = torch.empty(slots, value_heads, HEAD_DIM, HEAD_DIM, dtype=state, device="cuda")
+        for slot in range(slots):
+            pool[slot] = normal(value_heads, HEAD_DIM, HEAD_DIM)
+        k = F.normalize(normal(slots, heads, CAPACITY, HEAD_DIM), dim=-1).to(ring)
+        u = normal(slots, value_heads, CAPACITY, HEAD_DIM).to(ring)
+        starts = torch.randint(0, CAPACITY, (slots,), generator=generator, device="cuda")
+        if setting.base >= 0:
+            starts.fill_(setting.base)
+        lengths = torch.full((slots,), setting.history, device="cuda")
+        order = torch.randperm(slots, generator=generator, device="cuda")
+        self.slots = order[:batch].to(torch.int32)
+        num_folds = round(batch * setting.share)
+        folding = torch.randperm(batch, generator=generator, device="cuda")[:num_folds]
+        lengths[self.slots[folding].long()] = setting.fold_history
+        age = (torch.arange(CAPACITY, device="cuda") - starts[:, None]) % CAPACITY
+        gaps = 0.2 * torch.rand(
+            slots, value_heads, CAPACITY, generator=generator, device="cuda"
+        ).cumsum(2)
+        cum = -gaps.gather(2, age[:, None].expand_as(gaps))
+        self.pristine = [pool, k, u, cum]
+        self.working = [part.clone() for part in self.pristine]
+        self.cursors = [starts.to(torch.int32), lengths.to(torch.int32)]
+        self.initial_cursors = [cursor.clone() for cursor in self.cursors]
+        bounds = [0, *itertools.accumulate(self.lengths)]
+        self.cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cuda")
+        self.verified = torch.tensor(self.lengths, dtype=torch.int32, device="cuda")
+        self.marks = torch.zeros(batch, dtype=torch.int8, device="cuda")
+        self.is_fold = self.marks.clone()
+        gated_delta_rule.decide_folds(
+            self.cursors[1], self.slots, self.verified, self.marks, max_window=16
+        )
+        assert int(self.marks.sum()) == num_folds, "the benchmark does not fold as it says"
+        self.num_committed = torch.ones(batch, dtype=torch.int32, device="cuda")
+        self.seq_len = torch.zeros(slots, dtype=torch.int32, device="cuda")
+        self.out = torch.full_like(self.rows[2], torch.nan)
+        self.by_row = [cursor[self.slots.long()].contiguous() for cursor in self.cursors]
+        self.initial_by_row = [cursor.clone() for cursor in self.by_row]
+
+    def ring(self, k: torch.Tensor, u: torch.Tensor, cum: torch.Tensor) -> RingView:
+        return RingView(
+            k=k, u=u, cum_log_decay=cum, ring_start=self.cursors[0], history_len=self.cursors[1]
+        )
+
+    def restore(self) -> None:
+        """Put back everything that a step changes."""
+        skipped = 0 if self.setting.share else 1
+        for part, copy in list(zip(self.working, self.pristine, strict=True))[skipped:]:
+            part.copy_(copy)
+        for current, initial in (
+            (self.cursors, self.initial_cursors),
+            (self.by_row, self.initial_by_row),
+        ):
+            for cursor, copy in zip(current, initial, strict=True):
+                cursor.copy_(copy)
+        self.verified.copy_(self.cu_seqlens.diff())
+        self.is_fold.copy_(self.marks)
+
+    def verify(self) -> None:
+        gated_delta_rule.verify(
+            *self.rows, *self.params, self.working[0], self.ring(*self.working[1:]),
+            self.cu_seqlens, self.slots, max_verify_tokens=max(self.lengths),
+            is_fold=self.is_fold, out=self.out,
+        )  # fmt: skip
+
+    def verify_and_commit(self) -> None:
+        self.verify()
+        gated_delta_rule.commit(
+            self.seq_len, *self.cursors, self.slots, self.is_fold, self.verified,
+            self.num_committed, ring_capacity=CAPACITY,
+        )  # fmt: skip
+
+    def flashinfer_arguments(self, *, restarts: bool) -> dict:
+        q, k, v, a, b = (part.unflatten(0, (self.setting.batch, -1)) for part in self.rows)
+        state, k_cache, u_cache, g_cache = self.working
+        return {
+            "A_log": self.params[0], "a": a, "dt_bias": self.params[1], "q": q, "k": k, "v": v,
+            "b": b, "initial_state_source": state, "initial_state_indices": self.slots,
+            "k_cache": k_cache, "u_cache": u_cache, "g_cache": g_cache,
+            "hist_len": self.by_row[1], "cache_base": self.by_row[0],
+            "output": self.out.unflatten(0, (self.setting.batch, -1)),
+            "restart_hist_on_flush": restarts,
+        }  # fmt: skip
+
+    def check(self, run: Callable[[], object], name: str) -> None:
+        """Raise unless a few requests agree with the reference in fp64."""
+        self.restore()
+        self.out.fill_(torch.nan)
+        run()
+        index = torch.linspace(0, self.setting.batch - 1, CHECKED).long().unique().tolist()
+        bounds = self.cu_seqlens.tolist()
+        taken = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in index]).cuda()
+        slots = self.slots[index].long()
+        state, k, u, cum = (part[slots].double() for part in self.pristine)
+        starts, lengths = (cursor[slots] for cursor in self.initial_cursors)
+        ring = RingView(k=k, u=u, cum_log_decay=cum, ring_start=starts, history_len=lengths)
+        cu_seqlens = torch.tensor(
+            [0, *itertools.accumulate(self.lengths[i] for i in index)], dtype=torch.int32
+        ).cuda()
+        expected = gated_delta_rule.verify(
+            *(part[taken].double() for part in self.rows), *self.params, state, ring, cu_seqlens,
+            torch.arange(len(index), dtype=torch.int32, device="cuda"),
+            max_verify_tokens=max(self.lengths), is_fold=self.marks[index], backend="reference",
+        )  # fmt: skip
+        bound = max(TOLERANCES[dtype] for dtype in MODES[self.setting.mode])
+        found = [self.out[taken], *(part[slots] for part in self.working)]
+        for part, right in zip(found, (expected, state, k, u, cum), strict=True):
+            error = (part.double() - right).norm() / right.norm()
+            if not error <= bound:
+                raise AssertionError(f"{name}: wrong by {error:.2e} in {self.setting}")
+
+    def num_bytes(self) -> int:
+        act, state, ring = MODES[self.setting.mode]
+        slots = self.slots.long()
+        return verify_bytes(
+            self.initial_cursors[1][slots].tolist(), self.lengths, self.marks.bool().tolist(),
+            num_heads=self.heads, num_value_heads=self.value_heads, key_dim=HEAD_DIM,
+            value_dim=HEAD_DIM, act=act, state=state, ring=ring,
+        )  # fmt: skip
+
+
+def peers(call: Call) -> dict[str, Callable[[], object]]:
+    """Return other implementations that are importable and serve the setting."""
+    found: dict[str, Callable[[], object]] = {}
+    setting = call.setting
+    if importlib.util.find_spec("flashinfer") and setting.rows in (4, 8) and setting.mode == "bf16":
+        from flashinfer.gdn_kernels import gdn_decode_bf16_wy_ucache_flush as peer
+
+        arguments = call.flashinfer_arguments(restarts=False)
+        found["flashinfer"] = lambda: peer.gated_delta_rule_mtp_ucache_flush(**arguments)
+    if importlib.util.find_spec("fla") and setting.rows == 1 and not setting.share:
+        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+        q, k, v, a, b = (part.unsqueeze(1) for part in call.rows)
+        repeat = call.value_heads // call.heads
+        q, k = (part.repeat_interleave(repeat, 2) for part in (q, k))
+        decay = -call.params[0].exp() * F.softplus(a.float() + call.params[1])
+        state = call.pristine[0][call.slots.long()].float().mT.contiguous()
+        found["flash-linear-attention"] = lambda: fused_recurrent_gated_delta_rule(
+            q, k, v, decay, b.sigmoid(), initial_state=state, output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+    return found
+
+
+def measure(setting: Setting, iterations: int, *, with_commit: bool) -> list[dict]:
+    """Check, then time all variants of a setting in one interleaved run."""
+    call = Call(setting)
+    sink = torch.empty(1, device="cuda")
+    num_elements = call.pristine[0][: setting.batch].numel()
+    runs: dict[str, Callable[[], object]] = {"hybridspec": call.verify}
+    if with_commit:
+        runs["hybridspec + commit"] = call.verify_and_commit
+    if setting.rows:
+        for name, restarts in (("compat", False), ("compat + restart", True)):
+            if restarts and not with_commit:
+                continue
+            arguments = call.flashinfer_arguments(restarts=restarts)
+            runs[name] = lambda arguments=arguments: compat.gated_delta_rule_mtp_ucache_flush(
+                **arguments
+            )
+    for name, run in runs.items():
+        call.check(run, name)
+    runs |= peers(call)
+    variants = [Variant("state read", lambda: read_pool(call.pristine[0], num_elements, sink))]
+    variants += [Variant(name, run, call.restore) for name, run in runs.items()]
+    timings, num_bytes = time_interleaved(variants, iterations), call.num_bytes()
+    read = timings["state read"].median
+    rows = []
+    for name, timing in timings.items():
+        row = vars(setting) | {"variant": name} | {k: round(v, 2) for k, v in vars(timing).items()}
+        row["x_state_read"] = round(timing.median / read, 3)
+        if name != "state read":
+            row["bytes"] = num_bytes
+            row["tb_per_s"] = round(num_bytes / timing.median / 1e6, 3)
+            floor = 1e6 * num_bytes / BEST_READ_RATE
+            row["floor_us"] = round(floor, 2)
+            row["share_of_floor"] = round(floor / timing.median, 3)
+        rows.append(row)
+    return rows
+
+
+def default_settings() -> list[Setting]:
+    """What the documents quote."""
+    settings = [
+        Setting(batch, share) for batch in (8, 32, 64, 128, 256) for share in (0.0, 0.2, 0.4, 0.8)
+    ]
+    settings += [Setting(1, 0.0), Setting(1, 1.0)]
+    for batch in (8, 32, 256):
+        settings += [Setting(batch, 0.0, history=0), Setting(batch, 0.0, history=8)]
+        settings += [Setting(batch, 0.0, 8, 8), Setting(batch, 1.0, 8, 9)]
+        settings += [Setting(batch, 0.0, 0, 8), Setting(batch, 0.0, 1, 8)]
+    settings += [Setting(256, 0.0, base=base) for base in (0, 26)]
+    settings += [Setting(64, 0.4, mode=mode) for mode in list(MODES)[1:]]
+    settings += [Setting(256, 0.4, geometry=name) for name in list(GEOMETRIES)[1:]]
+    return settings
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Draw time against batch, with the byte floor."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    usual = [
+        row
+        for row in rows
+        if (row["rows"], row["history"], row["mode"], row["geometry"], row["base"])
+        == (4, 12, "bf16", "16/64", -1)
+    ]
+    for share in (0.0, 0.4, 0.8):
+        mine = [r for r in usual if r["share"] == share and r["variant"] == "hybridspec"]
+        mine.sort(key=lambda row: row["batch"])
+        batches = [row["batch"] for row in mine]
+        [line] = axes.plot(
+            batches, [row["median"] for row in mine], marker="o", label=f"{share:.0%} folding"
+        )
+        axes.plot(
+            batches, [row["floor_us"] for row in mine], linestyle="--", color=line.get_color()
+        )
+    read = sorted({(r["batch"], r["median"]) for r in usual if r["variant"] == "state read"})
+    axes.plot(*zip(*read, strict=True), color="grey", linestyle=":", label="state read only")
+    axes.plot([], [], color="black", linestyle="--", label="byte floor at 4.27 TB/s")
+    axes.set(xscale="log", yscale="log", xlabel="requests", ylabel="microseconds")
+    axes.set_title("GDN verify step, 16/64 heads of 128, T = 4, bf16")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def parse_arguments() -> argparse.Namespace:
+    modes = "\n".join(
+        f"  {name:18}" + " / ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        for name, dtypes in MODES.items()
+    )
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"modes (activations / state / ring):\n{modes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--batch", type=int, nargs="+", help="requests")
+    parser.add_argument("--share", type=float, nargs="+", default=[0.0], help="share that folds")
+    parser.add_argument("--rows", type=int, default=4, help="T; 0: mixed lengths (default 4)")
+    parser.add_argument("--history", type=int, default=12, help="live rows (default 12)")
+    parser.add_argument("--mode", choices=MODES, default="bf16")
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="16/64", help="H/HV")
+    parser.add_argument("--base", type=int, default=-1, help="first ring row; -1: random")
+    parser.add_argument("--iters", type=int, default=60, help="replays (default 60)")
+    parser.add_argument("--with-commit", action="store_true", help="time commits too")
+    parser.add_argument("--json", type=Path, help="where to write all rows")
+    parser.add_argument("--png", type=Path, help="where to draw time against batch")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    settings = default_settings()
+    if options.batch:
+        settings = [
+            Setting(
+                batch, share, options.rows, options.history, options.mode, options.geometry,
+                options.base,
+            )
+            for batch in options.batch
+            for share in options.share
+        ]  # fmt: skip
+    rows: list[dict] = []
+    for setting in settings:
+        for row in measure(setting, options.iters, with_commit=options.with_commit):
+            rows.append(row)
+            print(
+                f"B {row['batch']:4} T {row['rows']} history {row['history']:2} "
+                f"{row['share']:4.0%} {row['mode']:16} {row['geometry']} base {row['base']:2} "
+                f"{row['variant']:20} {row['median']:8.1f} us ({row['p20']:.1f}..{row['p80']:.1f}) "
+                f"{row['x_state_read']:6.3f} x read"
+                + (f"  {row['share_of_floor']:.2f} of floor" if "bytes" in row else "")
+            )
+        torch.cuda.empty_cache()
+    result = {**environment(), "rows": rows}
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.png:
+        plot(rows, options.png)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Launch every kernel on small batches on a CUDA device, for compute-sanitizer.
+
+compute-sanitizer --tool memcheck python tests/ops/gated_delta_rule/sanitize.py
+compute-sanitizer --tool racecheck python tests/ops/gated_delta_rule/sanitize.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from helpers.conv_kernel_cases import check_kernel
+from helpers.gdn_cases import Case, Dtypes, Geometry, VerifyCall
+from hybridspec.ops import gated_delta_rule
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def main() -> None:
+    """Ragged rows, padding, a tail, folds and wrapped windows; then cursors and slots."""
+    for dtypes, geometry in (
+        (Dtypes(BF16, BF16, BF16), Geometry(2, 6, 128, 128)),
+        (Dtypes(BF16, F32, BF16), Geometry(1, 2, 64, 32)),
+    ):
+        case = Case(
+            "all", (4, 0, 1, 8, 2), (14, 3, 16, 9, 0), (30, 0, 7, 25, 1), (6, 5, 4, 0, -1), tail=2,
+            is_strided=True, geometry=geometry, dtypes=dtypes,
+        )  # fmt: skip
+        call = VerifyCall(case, "cuda")
+        call.check("triton", BF16)
+        pools, slots = call.pools, call.slot_tensor
+        ring = pools.ring
+        rows = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
+        gated_delta_rule.fold(pools.state, ring, slots, is_fold=call.is_fold)
+        gated_delta_rule.materialize(pools.state, ring, slots, slots, rows)
+        gated_delta_rule.decide_folds(ring.history_len, slots, rows, call.is_fold, max_window=16)
+        gated_delta_rule.commit(
+            pools.seq_len, ring.ring_start, ring.history_len, slots, call.is_fold, rows,
+            rows.clone(), ring_capacity=32,
+        )  # fmt: skip
+        gated_delta_rule.copy_slots(pools.tensors(), slots, slots.flip(0).contiguous())
+        gated_delta_rule.reset_slots(pools.tensors(), slots)
+    check_kernel("ragged", (BF16, BF16), "silu", "cuda", 2e-2)
+    torch.cuda.synchronize()
+    print("all kernels launched")
+
+
+if __name__ == "__main__":
+    main()
