@@ -31,8 +31,8 @@ _DTYPES = {
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _IGNORED_PREFIXES = ("model.visual.", "visual.")
-_BLOCK_BYTES = 32 << 20
-_MAX_MAPPED_BYTES = 64 << 20
+_BLOCK_BYTES = 8 << 20
+_MAX_MAPPED_BYTES = 32 << 20
 
 
 class Checkpoint:

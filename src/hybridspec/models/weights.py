@@ -7,6 +7,7 @@ for is an error: a file that does not match its config would otherwise run and p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,8 @@ class WeightReader:
     _num_pools: dict[str, int] = field(
         init=False, default_factory=lambda: {"gdn": 0, "attention": 0}
     )
+    # One for all blocks: what is allocated and freed between tensors that stay leaves holes.
+    _scratch: Tensor = field(init=False, default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     @property
     def vector_dtype(self) -> torch.dtype:
@@ -121,12 +124,23 @@ class WeightReader:
     def _fill(self, target: Tensor, name: str) -> None:
         """Read a tensor into `target`, whose shape it must have."""
         for rows, block in self._source(name).blocks(name, tuple(target.shape)):
-            _store(target[rows], block)
+            self._store(target[rows], block)
 
-    def _whole(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor in the dtype of the file; it may lie in the file's own memory."""
-        [(_, tensor)] = self._source(name).blocks(name, shape, is_whole=True)
-        return tensor
+    def _store(self, target: Tensor, block: Tensor) -> None:
+        """Copy a block to where it belongs, converting it.
+
+        Into a matrix whose columns lie side by side, it is turned over before it is converted:
+        PyTorch has a fast way for either, and none for both at once (5 times as long on a CPU).
+        """
+        if target.dim() < 2 or target.is_contiguous() or target.stride(-2) != 1:
+            target.copy_(block)
+            return
+        stacks = (target, block) if target.dim() == 3 else (target[None], block[None])
+        for matrix, rows in zip(*stacks, strict=True):
+            if self._scratch.numel() < rows.nbytes:
+                self._scratch = torch.empty(rows.nbytes, dtype=torch.uint8, device=self.device)
+            turned = self._scratch[: rows.nbytes].view(rows.dtype).view(rows.shape[::-1])
+            matrix.t().copy_(turned.copy_(rows.t()))
 
     def _matrix(self, name: str, rows: int, columns: int) -> Tensor:
         """Return one matrix in the layout of `_empty`."""
@@ -262,19 +276,27 @@ class WeightReader:
         # its value heads' b, then their a.
         k_size, ratio = g.num_key_heads * g.key_dim, g.num_value_heads // g.num_key_heads
         sizes = (g.key_dim, g.key_dim, ratio * g.value_dim, ratio * g.value_dim)
-        qkvz = self._by_head(f"{prefix}in_proj_qkvz.weight", g.num_key_heads, sizes)
-        ba = self._by_head(f"{prefix}in_proj_ba.weight", g.num_key_heads, (ratio, ratio))
         totals = (k_size, k_size, v_size, v_size, g.num_value_heads, g.num_value_heads)
         stacked = self._empty(sum(totals), self.config.hidden_size)
-        for target, part in zip(stacked.split_with_sizes(totals), (*qkvz, *ba), strict=True):
-            _store(target, part)
+        parts = stacked.split_with_sizes(totals)
+        self._fill_by_head(parts[:4], f"{prefix}in_proj_qkvz.weight", g.num_key_heads, sizes)
+        self._fill_by_head(parts[4:], f"{prefix}in_proj_ba.weight", g.num_key_heads, (ratio, ratio))
         return stacked
 
-    def _by_head(self, name: str, num_heads: int, sizes: tuple[int, ...]) -> list[Tensor]:
-        """Read a matrix whose rows alternate per head, and return its parts, each [rows, D]."""
-        stored = self._whole(name, num_heads * sum(sizes), self.config.hidden_size)
-        parts = stored.view(num_heads, sum(sizes), -1).split_with_sizes(sizes, 1)
-        return [part.flatten(0, 1) for part in parts]
+    def _fill_by_head(
+        self, targets: Sequence[Tensor], name: str, num_heads: int, sizes: tuple[int, ...]
+    ) -> None:
+        """Read a matrix whose rows alternate per head into one matrix for each of their kinds."""
+        rows = num_heads * sum(sizes)
+        [(_, stored)] = self._source(name).blocks(
+            name, (rows, self.config.hidden_size), is_whole=True
+        )
+        heads = stored.view(num_heads, sum(sizes), -1)
+        for target, size, part in zip(
+            targets, sizes, heads.split_with_sizes(sizes, 1), strict=True
+        ):
+            for rows_of_head, block in zip(target.split(size), part, strict=True):
+                self._store(rows_of_head, block)
 
     def _attention(self, prefix: str) -> AttentionLayer:
         c = self.config
@@ -282,9 +304,7 @@ class WeightReader:
         q_size, kv_size = heads * head_dim, kv_heads * head_dim
         in_weight = self._empty(2 * (q_size + kv_size), c.hidden_size)
         q, k, v, gate = in_weight.split_with_sizes((q_size, kv_size, kv_size, q_size))
-        halves = self._by_head(f"{prefix}q_proj.weight", heads, (head_dim, head_dim))
-        for target, half in zip((q, gate), halves, strict=True):
-            _store(target, half)
+        self._fill_by_head((q, gate), f"{prefix}q_proj.weight", heads, (head_dim, head_dim))
         self._fill(k, f"{prefix}k_proj.weight")
         self._fill(v, f"{prefix}v_proj.weight")
         q_norm = self._norm(f"{prefix}q_norm.weight", head_dim)
@@ -299,17 +319,3 @@ class WeightReader:
             out_weight=self._matrix(f"{prefix}o_proj.weight", c.hidden_size, q_size),
             backend=self.backend,
         )
-
-
-def _store(target: Tensor, block: Tensor) -> None:
-    """Copy a block to where it belongs, converting it.
-
-    Into a matrix whose columns lie side by side, it is turned over before it is converted: PyTorch
-    has a fast way for either, and none for both at once (5 times as long on a CPU).
-    """
-    if target.dim() > 1 and not target.is_contiguous() and target.stride(-2) == 1:
-        stacks = (target, block) if target.dim() == 3 else (target[None], block[None])
-        for matrix, rows in zip(*stacks, strict=True):
-            matrix.t().copy_(rows.t().contiguous())
-    else:
-        target.copy_(block)
