@@ -1,7 +1,7 @@
 """How much memory loading takes beside the model itself, measured in a process of its own.
 
 The kernel's own high-water mark of resident memory is read (VmHWM), which counts pages of mapped
-files too, once they are touched. `ru_maxrss` would count the parent's memory at the time of the fork.
+files too, once they are touched. `ru_maxrss` would count the parent's memory at the fork as well.
 """
 
 from __future__ import annotations

@@ -1,0 +1,242 @@
+"""Weight files that must not load, each with the one line that says why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.breaking import Case, both, check, cut_in_half, fields, remove, tensors, text
+from tests.helpers.tiny_checkpoints import build_tiny_checkpoint
+
+from hybridspec.errors import CheckpointError, UnsupportedError
+from hybridspec.models.hybrid import load_model
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: Any) -> Path:
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("good") / "m").folder
+
+
+@pytest.fixture(scope="module")
+def good_moe(tmp_path_factory: Any) -> Path:
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("good") / "m", family="qwen3_next").folder
+
+
+@pytest.fixture(scope="module")
+def good_sharded(tmp_path_factory: Any) -> Path:
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("good") / "m", num_shards=2).folder
+
+
+C, U = CheckpointError, UnsupportedError
+L0 = "model.layers.0.linear_attn"
+FILES: dict[str, Case] = {
+    "no weights": (
+        remove("model.safetensors"),
+        C,
+        ": expected model.safetensors or model.safetensors.index.json, found neither",
+    ),
+    "weights of torch": (
+        both(remove("model.safetensors"), text("pytorch_model.bin", "x")),
+        C,
+        ": expected model.safetensors or model.safetensors.index.json, found neither; "
+        "pytorch_model.bin cannot be read",
+    ),
+    "cut": (cut_in_half, C, "/model.safetensors: not readable as safetensors ("),
+    "empty": (text("model.safetensors", ""), C, "/model.safetensors: not readable as safetensors"),
+    "missing": (
+        tensors(lambda held: held.pop(f"{L0}.in_proj_z.weight")),
+        C,
+        f"/model.safetensors: {L0}.in_proj_z.weight: expected shape [64, 48], found no tensor",
+    ),
+    "missing head": (
+        tensors(lambda held: held.pop("lm_head.weight")),
+        C,
+        "/model.safetensors: lm_head.weight: expected shape [97, 48], found no tensor",
+    ),
+    "missing in mtp": (
+        tensors(lambda held: held.pop("mtp.fc.weight")),
+        C,
+        "/model.safetensors: mtp.fc.weight: expected shape [48, 96], found no tensor",
+    ),
+    "misshapen": (
+        tensors(lambda held: held.update({f"{L0}.A_log": torch.zeros(5)})),
+        C,
+        f"/model.safetensors: {L0}.A_log: expected shape [4], found [5]",
+    ),
+    "bias": (
+        tensors(
+            lambda held: held.update(
+                {"model.layers.3.self_attn.q_proj.bias": torch.zeros(256)},
+            )
+        ),
+        C,
+        "/model.safetensors: model.layers.3.self_attn.q_proj.bias: expected no such tensor by "
+        "config.json, found shape [256]",
+    ),
+    "unmerged lora": (
+        tensors(
+            lambda held: held.update(
+                {"model.layers.0.mlp.up_proj.lora_A.weight": torch.zeros(4, 48)},
+            )
+        ),
+        U,
+        "/model.safetensors: model.layers.0.mlp.up_proj.lora_A.weight: an unmerged adapter (LoRA); "
+        "merge it into its base model first",
+    ),
+    "two layers of mtp": (
+        tensors(lambda held: held.update({"mtp.layers.1.x": torch.zeros(3)})),
+        C,
+        "/model.safetensors: mtp.layers.1.x: expected no such tensor by config.json, found shape "
+        "[3]",
+    ),
+    "scales of quantized weights": (
+        tensors(
+            lambda held: held.update(
+                {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.zeros(1, 1)}
+            )
+        ),
+        C,
+        "/model.safetensors: model.layers.0.mlp.up_proj.weight_scale_inv: expected no such tensor",
+    ),
+    "config of another model": (
+        fields(intermediate_size=96),
+        C,
+        "/model.safetensors: model.layers.0.mlp.gate_proj.weight: expected shape [96, 48], found "
+        "[80, 48]",
+    ),
+    "extra": (
+        tensors(lambda held: held.update({"model.layers.4.x": torch.zeros(2, 3)})),
+        C,
+        "/model.safetensors: model.layers.4.x: expected no such tensor by config.json, found shape "
+        "[2, 3]",
+    ),
+    "extra layers": (
+        fields(num_hidden_layers=3, layer_types=["linear_attention"] * 3),
+        C,
+        "/model.safetensors: model.layers.3.input_layernorm.weight (and 10 more): expected no such "
+        "tensor by config.json, found shape [48]",
+    ),
+    "fp8": (
+        tensors(
+            lambda held: held.update(
+                {"model.norm.weight": held["model.norm.weight"].to(torch.float8_e4m3fn)}
+            )
+        ),
+        U,
+        "/model.safetensors: model.norm.weight: expected BF16, F16, F32, F64, found F8_E4M3; "
+        "quantized files are not supported",
+    ),
+}
+EXPERTS = "model.layers.0.mlp.experts"
+# The same for a Qwen3-Next checkpoint, an expert's matrices being tensors of their own.
+MOE: dict[str, Case] = {
+    "a plain layer that has experts": (
+        fields(mlp_only_layers=[0]),
+        C,
+        "/model.safetensors: model.layers.0.mlp.gate_proj.weight: expected shape [80, 48], found "
+        "no tensor",
+    ),
+    "one expert less": (
+        tensors(lambda held: held.pop(f"{EXPERTS}.5.up_proj.weight")),
+        C,
+        f"/model.safetensors: {EXPERTS}.5.up_proj.weight: expected shape [24, 48], found no tensor",
+    ),
+    "one expert more": (
+        tensors(lambda held: held.update({f"{EXPERTS}.6.up_proj.weight": torch.zeros(24, 48)})),
+        C,
+        f"/model.safetensors: {EXPERTS}.6.up_proj.weight: expected no such tensor by config.json, "
+        "found shape [24, 48]",
+    ),
+    "experts in both forms": (
+        tensors(lambda held: held.update({f"{EXPERTS}.down_proj": torch.zeros(6, 48, 24)})),
+        C,
+        f"/model.safetensors: {EXPERTS}.0.down_proj.weight (and 5 more): expected no such tensor "
+        "by config.json, found shape [48, 24]",
+    ),
+    "fused experts turned over": (
+        tensors(lambda held: held.update({f"{EXPERTS}.gate_up_proj": torch.zeros(6, 48, 47)})),
+        C,
+        f"/model.safetensors: {EXPERTS}.gate_up_proj: expected shape [6, 48, 48], found "
+        "[6, 48, 47]",
+    ),
+    "router": (
+        tensors(lambda held: held.update({"model.layers.2.mlp.gate.weight": torch.zeros(5, 48)})),
+        C,
+        "/model.safetensors: model.layers.2.mlp.gate.weight: expected shape [6, 48], found [5, 48]",
+    ),
+    "no gate of the shared expert": (
+        tensors(lambda held: held.pop("model.layers.1.mlp.shared_expert_gate.weight")),
+        C,
+        "/model.safetensors: model.layers.1.mlp.shared_expert_gate.weight: expected shape [1, 48], "
+        "found no tensor",
+    ),
+    "an expert of the head": (
+        tensors(lambda held: held.pop("mtp.layers.0.mlp.experts.0.gate_proj.weight")),
+        C,
+        "/model.safetensors: mtp.layers.0.mlp.experts.0.gate_proj.weight: expected shape [24, 48], "
+        "found no tensor",
+    ),
+    "another family's projections": (
+        fields(model_type="qwen3_5_moe_text"),
+        C,
+        f"/model.safetensors: {L0}.in_proj_qkv.weight: expected shape [128, 48], found no tensor",
+    ),
+    "projections of other heads": (
+        fields(linear_num_value_heads=6),
+        C,
+        f"/model.safetensors: {L0}.conv1d.weight: expected shape [160, 1, 4], found [128, 1, 4]",
+    ),
+}
+INDEX = "model.safetensors.index.json"
+SHARD = "mtp.safetensors"
+SHARDED: dict[str, Case] = {
+    "no shard": (remove(SHARD), C, f"/{INDEX}: names the file {SHARD}, which does not exist"),
+    "index is no json": (
+        text(INDEX, "{"),
+        C,
+        f"/{INDEX}: expected a JSON object with a weight_map",
+    ),
+    "index is a list": (
+        text(INDEX, "[]"),
+        C,
+        f"/{INDEX}: expected a JSON object with a weight_map",
+    ),
+    "index without map": (
+        text(INDEX, "{}"),
+        C,
+        f"/{INDEX}: expected a JSON object with a weight_map",
+    ),
+    "map to numbers": (
+        text(INDEX, '{"weight_map": {"a": 1}}'),
+        C,
+        f"/{INDEX}: expected a JSON object with a weight_map",
+    ),
+    "tensor not in its shard": (
+        text(INDEX, json.dumps({"weight_map": {"absent.weight": SHARD}})),
+        C,
+        f"/{SHARD}: absent.weight: named by {INDEX}, not found",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_broken_files(name: str, good: Path, tmp_path: Path) -> None:
+    check(good, tmp_path / "m", FILES[name])
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_broken_files_of_experts(name: str, good_moe: Path, tmp_path: Path) -> None:
+    check(good_moe, tmp_path / "m", MOE[name])
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_broken_shards(name: str, good_sharded: Path, tmp_path: Path) -> None:
+    check(good_sharded, tmp_path / "m", SHARDED[name])
+
+
+def test_teeth_the_unbroken_folders_load(good: Path, good_sharded: Path, good_moe: Path) -> None:
+    assert load_model(good).config == load_model(good_sharded).config
+    assert load_model(good_moe).config.moe is not None
