@@ -59,8 +59,9 @@ def prefill(
             gates = gdn_gates(widened(a[chunk], dtype), b[chunk], A_log, dt_bias, beta_scale)
             cum, beta = gates[0].mT.cumsum(1), gates[1].mT
             values = widened(v[chunk].transpose(0, 1), dtype)
+            keys = x[:, : cum.shape[1]]
             read = partial(read_state, state=checkpoint)
-            u, y = delta_rows(x, values, cum, beta, None, read, scale)
+            u, y = delta_rows(x, keys, values, cum, beta, None, read, scale)
             out[chunk].copy_(y.transpose(0, 1))
-            absorb(checkpoint, x[:, : cum.shape[1]], u, cum)
+            absorb(checkpoint, keys, u, cum)
         state[slot].copy_(checkpoint)

@@ -80,19 +80,29 @@ def _pieces(start: int, count: int, capacity: int) -> list[tuple[int, int, int]]
     return [(start, 0, head), (0, head, count - head)]
 
 
+def _ring_rows(pool: Tensor, slot: int, first: int, count: int) -> Tensor:
+    """View adjacent ring rows of a slot, [heads, count, ...], in one call."""
+    shape, (slot_stride, *strides) = pool.shape, pool.stride()
+    offset = pool.storage_offset() + slot * slot_stride + first * strides[1]
+    return pool.as_strided((shape[1], count, *shape[3:]), strides, offset)
+
+
 def _live_rows(
     pool: Tensor, slots: list[int], starts: list[int], lengths: list[int], dtype: torch.dtype
 ) -> Tensor:
     capacity = pool.shape[2]
     if len(slots) == 1:
-        slot = slots[0]
-        pieces = [pool[slot, :, r : r + n] for r, _, n in _pieces(starts[0], lengths[0], capacity)]
-        return widened(pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1), dtype)
+        [slot], [start], [count] = slots, starts, lengths
+        head = capacity - start
+        if count <= head:
+            return widened(_ring_rows(pool, slot, start, count), dtype)
+        pieces = _ring_rows(pool, slot, start, head), _ring_rows(pool, slot, 0, count - head)
+        return widened(torch.cat(pieces, 1), dtype)
     shape = (len(slots), pool.shape[1], max(lengths), *pool.shape[3:])
     padded = pool.new_zeros(shape, dtype=dtype)
     for i, (slot, start, count) in enumerate(zip(slots, starts, lengths, strict=True)):
         for row, at, n in _pieces(start, count, capacity):
-            padded[i, :, at : at + n].copy_(pool[slot, :, row : row + n])
+            padded[i, :, at : at + n].copy_(_ring_rows(pool, slot, row, n))
     return padded.flatten(0, 1)
 
 
@@ -103,7 +113,7 @@ def _append(pool: Tensor, by_head: Tensor, rows: Rows, starts: list[int]) -> Non
         mine = by_head if len(starts) == 1 else by_head.narrow(0, i * heads, heads)
         for row, at, n in _pieces(start, count, pool.shape[2]):
             part = mine if n == mine.shape[1] else mine.narrow(1, at, n)
-            pool[slot, :, row : row + n].copy_(part)
+            _ring_rows(pool, slot, row, n).copy_(part)
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
@@ -114,8 +124,9 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 def normalise_(x: Tensor) -> Tensor:
     """Scale rows to length one, in place: x / sqrt(sum(x^2) + 1e-6)."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x.div_(length.hypot_(_ROOT_OF_EPS[x.dtype].to(x.device)))
+    length = torch.linalg.vector_norm(x, 2, -1, True)
+    root_of_eps = _ROOT_OF_EPS[x.dtype]
+    return x.div_(length.hypot_(root_of_eps.to(x.device) if x.is_cuda else root_of_eps))
 
 
 def _tiles(state: Tensor, dtype: torch.dtype) -> list[slice]:
@@ -156,6 +167,7 @@ def absorb(state: Tensor, k: Tensor, u: Tensor, cum: Tensor) -> None:
 
 def delta_rows(
     x: Tensor,
+    k: Tensor,
     v: Tensor,
     cum: Tensor,
     beta: Tensor,
@@ -170,6 +182,7 @@ def delta_rows(
 
     Args:
         x: [B * H, 2T, K], the keys, then the queries.
+        k: [B * H, T, K], the keys alone.
         v: [B * HV, T, V].
         cum: [B * HV, T], c.
         beta: [B * HV, T].
@@ -183,34 +196,32 @@ def delta_rows(
     (heads, _, key_dim), (value_heads, size, _) = x.shape, v.shape
     ratio = value_heads // heads
 
-    # What each row reads, one column per source: checkpoint, live rows, rows of this step.
-    keys = x.narrow(1, 0, size)
+    # What each row reads, one column per source: live rows, then rows of this step.
     if window is None:
-        past, num_live = torch.cat((cum.new_zeros((value_heads, 1)), cum), 1), 0
+        keys, past, since, num_live = k, cum, cum, 0
     else:
-        past = torch.cat((window.total.neg(), window.cum - window.total, cum), 1)
-        keys, num_live = torch.cat((window.k, keys), 1), window.k.shape[1]
-    decay = (cum.unsqueeze(2) - past.unsqueeze(1)).exp_().view(heads, ratio, 1, size, -1)
-
-    weighted = x.view(heads, 1, 2, size, key_dim) * decay.narrow(4, 0, 1)
-    base = read(weighted.view(value_heads, 2 * size, key_dim))
+        keys, num_live = torch.cat((window.k, k), 1), window.k.shape[1]
+        past = torch.cat((window.cum - window.total, cum), 1)
+        since = cum + window.total
+    decay = (cum.unsqueeze(2) - past.unsqueeze(1)).exp_()
     dots = torch.bmm(x, keys.mT).view(heads, 1, 2, size, -1)
-    mix = dots * decay.narrow(4, 1, num_live + size)
+    mix = dots * decay.view(heads, ratio, 1, size, -1)
     if size > 1:
         # Decays above the diagonal may have overflowed; tril selects them away.
         mix.tril_(num_live)
-    mix = mix.view(value_heads, 2 * size, -1)
-    if window is not None and num_live:
-        base.baddbmm_(mix.narrow(2, 0, num_live), window.u)
-        mix = mix.narrow(2, num_live, size)
+    live, own = mix.view(value_heads, 2 * size, -1).split_with_sizes((num_live, size), 2)
 
+    weighted = x.view(heads, 1, 2, size, key_dim) * since.exp().view(heads, ratio, 1, size, 1)
+    base = read(weighted.view(value_heads, 2 * size, key_dim))
+    if window is not None and num_live:
+        base.baddbmm_(live, window.u)
+    told, asked = base.split_with_sizes((size, size), 1)
+    lower, reads = own.split_with_sizes((size, size), 1)
     beta = beta.unsqueeze(2)
-    u = (v - base.narrow(1, 0, size)).mul_(beta)
+    u = (v - told).mul_(beta)
     if size > 1:
-        lower = mix.narrow(1, 0, size) * beta
-        u = torch.linalg.solve_triangular(lower, u, upper=False, unitriangular=True)
-    rows = base.narrow(1, size, size)
-    return u, torch.baddbmm(rows, mix.narrow(1, size, size), u, beta=scale, alpha=scale)
+        u = torch.linalg.solve_triangular(lower * beta, u, upper=False, unitriangular=True)
+    return u, torch.baddbmm(asked, reads, u, beta=scale, alpha=scale)
 
 
 def verify(
@@ -237,14 +248,13 @@ def verify(
         out.zero_()
         return
     dtype = compute_dtype(q, a, state)
-    all_starts, all_lengths = ring.ring_start.tolist(), ring.history_len.tolist()
-    starts = [all_starts[slot] for slot in rows.slots]
-    lengths = [all_lengths[slot] for slot in rows.slots]
+    starts, lengths = _at(ring.ring_start, rows.slots), _at(ring.history_len, rows.slots)
     window = Window.read(ring, rows.slots, starts, lengths, dtype)
 
     x = widened(torch.cat((rows.by_head(k), rows.by_head(q)), 1), dtype)
     if use_qk_l2norm:
         normalise_(x)
+    keys = x.narrow(1, 0, rows.size)
     log_decay, beta = gdn_gates(widened(a, dtype), b, A_log, dt_bias, beta_scale)
     cum = rows.by_head(log_decay)
     if rows.size > 1:
@@ -257,21 +267,29 @@ def verify(
         return torch.cat([read_state(x, state[i]) for x, i in zip(parts, rows.slots, strict=True)])
 
     values = widened(rows.by_head(v), dtype)
-    u, y = delta_rows(x, values, cum, rows.by_head(beta), window, read, scale)
+    u, y = delta_rows(x, keys, values, cum, rows.by_head(beta), window, read, scale)
     rows.pack(y, out)
 
-    before = window.total
+    total = window.total
     if is_fold is not None:
         flags = is_fold.tolist()
         folding = [i for i, request in enumerate(rows.requests) if flags[request]]
         if folding:
-            before = before.clone()
-            _fold_requests(state, window, rows, lengths, folding, before)
+            total = total.clone()
+            _fold_requests(state, window, rows, lengths, folding, total)
     capacity = ring.k.shape[2]
     free = [(start + n) % capacity for start, n in zip(starts, lengths, strict=True)]
-    _append(ring.k, x, rows, free)
+    _append(ring.k, keys, rows, free)
     _append(ring.u, u, rows, free)
-    _append(ring.cum_log_decay, cum + before, rows, free)
+    _append(ring.cum_log_decay, cum + total, rows, free)
+
+
+def _at(cursor: Tensor, slots: list[int]) -> list[int]:
+    """Read a cursor [S] at some slots."""
+    if cursor.shape[0] > 16 * len(slots):
+        return [int(cursor[slot]) for slot in slots]
+    values = cursor.tolist()
+    return [values[slot] for slot in slots]
 
 
 def _fold_requests(
