@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridspec.models.config import ModelConfig
 from hybridspec.models.mlp import Mlp, MoeMlp
 from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention
+from hybridspec.ops.norms import widened
 from hybridspec.runtime.pools import GdnPool, KvPool
 from hybridspec.runtime.step import Step
 
@@ -58,7 +59,7 @@ class RmsNorm:
 
         Numerics: computed in the dtype of the weight and rounded once, at the end.
         """
-        return self._wide(x).to(x.dtype)
+        return widened(self._wide(x), x.dtype)
 
     def forward_gated(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return norm(x) * silu(gate), both [..., D], in the dtype of `x`.
@@ -66,14 +67,14 @@ class RmsNorm:
         Numerics: computed in the dtype of the weight and rounded once, at the end.
         """
         wide = self._wide(x)
-        return wide.mul_(F.silu(gate.to(wide.dtype))).to(x.dtype)
+        return widened(wide.mul_(F.silu(widened(gate, wide.dtype))), x.dtype)
 
     def _wide(self, x: Tensor) -> Tensor:
-        wide = x.to(self.weight.dtype)
+        wide = widened(x, self.weight.dtype)
         if wide.is_cuda and self.weight.dim() == 1:
             return F.rms_norm(wide, self.weight.shape, self.weight, self.eps)
         length = torch.linalg.vector_norm(wide, 2, -1, True)
-        return wide.mul(self.scaled_weight).div_(torch.hypot(length, self._floor))
+        return wide.mul(self.scaled_weight).div_(length.hypot_(self._floor))
 
 
 class RotaryTable:
@@ -121,8 +122,9 @@ class RotaryTable:
 def rotate_(x: Tensor, rotary: RotaryRows) -> None:
     """Rotate the leading dimensions of every head of `x` [N, heads, D], in place."""
     cos, sin = rotary
-    rotated = x[..., : cos.shape[-1]]
-    swapped = rotated.roll(cos.shape[-1] // 2, -1)
+    rotated = x.narrow(-1, 0, cos.shape[-1])
+    first, second = rotated.chunk(2, -1)
+    swapped = torch.cat((second, first), -1)
     rotated.mul_(cos).addcmul_(swapped, sin)
 
 
@@ -149,8 +151,8 @@ class GdnLayer:
     out_weight: Tensor
     backend: str
 
-    def forward(self, x: Tensor, step: Step, pool: GdnPool) -> Tensor:
-        """Mix rows [N, D] along their requests; appends to the logs in `pool`."""
+    def forward(self, x: Tensor, residual: Tensor, step: Step, pool: GdnPool) -> Tensor:
+        """Add rows [N, D], mixed along their requests, to others; appends to the logs in `pool`."""
         g = self.config.gdn
         keys, values = (-1, g.num_key_heads, g.key_dim), (-1, g.num_value_heads, g.value_dim)
         q_size, v_size = keys[1] * keys[2], values[1] * values[2]
@@ -161,7 +163,7 @@ class GdnLayer:
         q, k, v = self._convolve(qkv, step, pool).split_with_sizes((q_size, q_size, v_size), -1)
         y = self._mix(q.view(keys), k.view(keys), v.view(values), a, b, step, pool)
         y = self.norm.forward_gated(y, z.view(values))
-        return F.linear(y.flatten(-2), self.out_weight)
+        return torch.addmm(residual, y.flatten(-2), self.out_weight.t())
 
     def _convolve(self, qkv: Tensor, step: Step, pool: GdnPool) -> Tensor:
         logs = (qkv, self.conv_weight, pool.conv_ring, step.seq_len, step.cu_seqlens, step.slots)
@@ -210,9 +212,15 @@ class AttentionLayer:
     backend: str
 
     def forward(
-        self, x: Tensor, rotary: RotaryRows, step: Step, pool: KvPool, page_table: Tensor
+        self,
+        x: Tensor,
+        residual: Tensor,
+        rotary: RotaryRows,
+        step: Step,
+        pool: KvPool,
+        page_table: Tensor,
     ) -> Tensor:
-        """Attend from rows [N, D] to their requests' pages; appends keys and values there."""
+        """Add what rows [N, D] find in their requests' pages to others; appends there first."""
         c = self.config
         q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_kv_heads * c.head_dim
         qk, v, gate = F.linear(x, self.in_weight).split_with_sizes(
@@ -231,13 +239,14 @@ class AttentionLayer:
             y = paged_attention.verify(
                 q, k, v, *logs, max_verify_tokens=step.max_rows, backend=self.backend
             )
-        return F.linear(y.flatten(-2) * gate.sigmoid(), self.out_weight)
+        y = y.flatten(-2).mul_(gate.sigmoid())
+        return torch.addmm(residual, y, self.out_weight.t())
 
     def _norm_and_rotate(self, qk: Tensor, rotary: RotaryRows) -> Tensor:
         weight = self.qk_norm.weight
-        heads = self.qk_norm.forward(qk.view(-1, *weight.shape).to(weight.dtype))
+        heads = self.qk_norm.forward(widened(qk.view(-1, *weight.shape), weight.dtype))
         rotate_(heads, rotary)
-        return heads.to(qk.dtype)
+        return widened(heads, qk.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,8 +278,8 @@ class DecoderLayer:
         normed = self.mixer_norm.forward(x)
         if isinstance(self.mixer, GdnLayer):
             assert isinstance(pool, GdnPool)
-            x = x + self.mixer.forward(normed, step, pool)
+            x = self.mixer.forward(normed, x, step, pool)
         else:
             assert isinstance(pool, KvPool)
-            x = x + self.mixer.forward(normed, rotary, step, pool, page_table)
-        return x + self.mlp.forward(self.mlp_norm.forward(x))
+            x = self.mixer.forward(normed, x, rotary, step, pool, page_table)
+        return self.mlp.forward(self.mlp_norm.forward(x), x)

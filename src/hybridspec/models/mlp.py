@@ -20,10 +20,13 @@ class Mlp:
     gate_up_weight: Tensor
     down_weight: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP's output, [N, D]."""
-        gate, up = F.linear(x, self.gate_up_weight).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down_weight)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the MLP's output, [N, D], added to `residual` if there is one."""
+        gate, up = F.linear(x, self.gate_up_weight).chunk(2, -1)
+        y = F.silu(gate).mul_(up)
+        if residual is None:
+            return F.linear(y, self.down_weight)
+        return torch.addmm(residual, y, self.down_weight.t())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +50,8 @@ class MoeMlp:
     down_weight: Tensor
     shared: Mlp
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the mixture's output, [N, D].
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the mixture's output, [N, D], added to `residual` if there is one.
 
         Numerics: router and experts in the dtype of `x`; probabilities and weights in fp32 (fp64),
         rounded to the dtype of `x` once; the sum over experts accumulates in fp32.
@@ -59,7 +62,8 @@ class MoeMlp:
         weights, experts = self._route(logits)
         shared = self.shared.forward(x) * gate.sigmoid()
         mixed = torch.bmm(weights.unsqueeze(1), self._experts(x, experts))
-        return shared.add_(mixed.squeeze(1))
+        y = shared.add_(mixed.squeeze(1))
+        return y if residual is None else y.add_(residual)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights [N, k] and experts [N, k] of every row."""
