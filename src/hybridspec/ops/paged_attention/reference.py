@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridspec.ops._requests import Request, live_requests
+from hybridspec.ops.norms import widened
 
 __all__ = ["prefill", "verify"]
 
@@ -41,9 +42,8 @@ def verify(
     num_heads = k.shape[1]
     for request in requests:
         keys, values = _append_and_read(k, v, k_pages, v_pages, page_table, request, q.dtype)
-        start, stop = request.start, request.stop
-        result = _attend_few(_by_group(q[start:stop], num_heads), keys, values, scale)
-        _by_group(out[start:stop], num_heads).copy_(result)
+        result = _attend_few(_by_group(_rows_of(request, q), num_heads), keys, values, scale)
+        _by_group(_rows_of(request, out), num_heads).copy_(result)
 
 
 def prefill(
@@ -88,7 +88,7 @@ def _attend_few(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> 
         mask[:, :, -num_rows:].fill_(-math.inf).triu_(1)
         mask = mask.view(group * num_rows, -1)
     result = F.scaled_dot_product_attention(
-        queries.to(keys.dtype).reshape(1, num_heads, group * num_rows, head_dim),
+        widened(queries, keys.dtype).reshape(1, num_heads, group * num_rows, head_dim),
         keys.unsqueeze(0),
         values.unsqueeze(0),
         attn_mask=mask,
@@ -140,26 +140,40 @@ def _append_and_read(
             f"page_table: expected pages in [0, {num_pages}) for the {length} live positions of "
             f"slot {slot}, got {pages}"
         )
-
-    first_page, offset = position // page_size, position % page_size
-    if first_page == num_live - 1:
-        page = pages[-1]
-        k_pages[page, offset : offset + stop - start] = k[start:stop]
-        v_pages[page, offset : offset + stop - start] = v[start:stop]
-    else:
-        positions = torch.arange(position, length, device=table.device)
-        index = (table[positions // page_size], positions % page_size)
-        k_pages[index] = k[start:stop].to(k_pages.dtype)
-        v_pages[index] = v[start:stop].to(v_pages.dtype)
-
-    first = pages[0]
-    if pages[-1] - first == num_live - 1 and pages == list(range(first, first + num_live)):
-        live = (k_pages[first : first + num_live], v_pages[first : first + num_live])
-    else:
-        live = (k_pages.index_select(0, table), v_pages.index_select(0, table))
     dtype = torch.float64 if activation_dtype == torch.float64 else torch.float32
-    keys, values = (pool.flatten(0, 1)[:length].to(dtype).transpose(0, 1) for pool in live)
-    return keys, values
+    keys, values = (
+        _append_and_view(rows, pool, position, pages, table)
+        for rows, pool in ((_rows_of(request, k), k_pages), (_rows_of(request, v), v_pages))
+    )
+    return widened(keys, dtype), widened(values, dtype)
+
+
+def _append_and_view(
+    rows: Tensor, pool: Tensor, position: int, pages: list[int], table: Tensor
+) -> Tensor:
+    """Store rows [T, Hkv, D] from `position` on; return the pages' rows [Hkv, L, D], a view if
+    the pages follow each other in memory."""
+    _, page_size, num_heads, head_dim = pool.shape
+    num_rows = rows.shape[0]
+    first_page, offset = divmod(position, page_size)
+    if first_page == len(pages) - 1:
+        pool[pages[-1], offset : offset + num_rows].copy_(rows)
+    else:
+        positions = torch.arange(position, position + num_rows, device=table.device)
+        pool[table[positions // page_size], positions % page_size] = widened(rows, pool.dtype)
+
+    length = position + num_rows
+    page_stride, row_stride, head_stride, _ = pool.stride()
+    first = pages[0]
+    if page_stride == page_size * row_stride and pages == [*range(first, first + len(pages))]:
+        offset = pool.storage_offset() + first * page_stride
+        return pool.as_strided((num_heads, length, head_dim), (head_stride, row_stride, 1), offset)
+    return pool.index_select(0, table).flatten(0, 1)[:length].transpose(0, 1)
+
+
+def _rows_of(request: Request, packed: Tensor) -> Tensor:
+    start, stop, _, _ = request
+    return packed if stop - start == packed.shape[0] else packed[start:stop]
 
 
 def _by_group(rows: Tensor, num_heads: int) -> Tensor:
