@@ -55,6 +55,8 @@ class Engine:
         on_progress: called with the bytes of weights read so far and those of all files.
     """
 
+    # Steps run in inference mode, where views of tensors that were made in it cost less.
+    @torch.inference_mode()
     def __init__(
         self,
         folder: Path,
