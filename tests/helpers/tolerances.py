@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TOLERANCES", "assert_close", "error", "tolerance"]
+__all__ = ["KERNEL_FACTOR", "TOLERANCES", "assert_close", "error", "tolerance"]
 
 TOLERANCES = {
     # unit roundoff 1.1e-16; thousands of roundings, amplified by the solve of 16 equal keys
@@ -21,6 +21,10 @@ TOLERANCES = {
     # unit roundoff 3.9e-3, once on the result (worst seen: 3.4e-3)
     torch.bfloat16: 8e-3,
 }
+
+# Kernels round coefficients of products to 16 bits as well as the result. Measured on the verify
+# cases: up to 1.0e-2 in bf16, where token-by-token PyTorch in bf16 makes up to 1.0e-2 too.
+KERNEL_FACTOR = 2.0
 
 # magnitudes below this are not compared relatively: fp32 has no more digits there
 SMALLEST = 1e-30
@@ -39,15 +43,18 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return difference / max(expected.abs().max().item(), SMALLEST)
 
 
-def assert_close(actual: Tensor, expected: Tensor, *dtypes: torch.dtype) -> None:
+def assert_close(
+    actual: Tensor, expected: Tensor, *dtypes: torch.dtype, factor: float = 1.0
+) -> None:
     """Raise AssertionError unless a result is as near to the oracle as its dtypes allow.
 
     Args:
         actual: result of an op.
         expected: the oracle's tensor, fp64.
         dtypes: all dtypes that the call involved.
+        factor: multiple of the dtypes' tolerance that is allowed.
     """
-    bound = tolerance(*dtypes)
+    bound = factor * tolerance(*dtypes)
     scale = expected.abs().max().item() if expected.numel() else 0.0
     scale = max(scale, SMALLEST)
     torch.testing.assert_close(
