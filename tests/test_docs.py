@@ -29,9 +29,15 @@ FOREIGN = {
     "RING_SLOTS",
     "W_RING",
     "accept_len",
+    "accept_lens",
     "assistant_model",
     "b_seq_len",
     "cache_base",
+    "cache_indices",
+    "commit_gdn_replayssm_spec",
+    "d_cache",
+    "draft_token_num",
+    "fa3_utils",
     "flush_min",
     "g_cache",
     "hist_len",
@@ -42,13 +48,22 @@ FOREIGN = {
     "max_spec_len",
     "mtp_step",
     "n_accepted",
+    "null_block_id",
     "num_accepted_tokens",
     "num_computed_tokens",
     "num_speculative_tokens",
     "prompt_lookup_num_tokens",
+    "query_start_loc",
+    "replayssm_cache_base",
+    "replayssm_d",
+    "replayssm_g",
+    "replayssm_is_flush",
+    "replayssm_k",
+    "replayssm_write_pos",
     "req_idx",
     "req_to_token_indexs",
     "save_pretrained",
+    "speculative_num_steps",
     "ssm_state_indices",
     "use_mtp",
     "write_pos",
@@ -193,6 +208,14 @@ def test_python_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {})
     assert capsys.readouterr().out
+
+
+def test_python_for_other_engines_runs() -> None:
+    blocks = fenced((ROOT / "docs/integrating.md").read_text(encoding="utf-8"), "python")
+    assert len(blocks) == 4
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "docs/integrating.md", "exec"), names)
 
 
 def test_the_tutorial_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
