@@ -116,6 +116,13 @@ def test_form(form: tuple[str, str], tmp_path: Path) -> None:
     assert model.num_parameters == sum(num_elements(tmp_path, text).values())
 
 
+def test_the_document_has_a_row_for_each_form() -> None:
+    document = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+    rows = [line.strip("|").split("|") for line in document.read_text("utf-8").splitlines()]
+    listed = [(row[0].strip(), row[1].strip()) for row in rows if row[0].strip().startswith("Qwen")]
+    assert listed == list(FORMS)
+
+
 def num_elements(folder: Path, names: set[str]) -> dict[str, int]:
     """Return the number of elements of each tensor."""
     found = {}
