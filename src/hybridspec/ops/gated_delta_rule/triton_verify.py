@@ -135,6 +135,12 @@ def verify_kernel(
     request = pid // (SPLITS * HV)
     h = hv // (HV // H)
     TILES: tl.constexpr = V // (BLOCK_V * SPLITS)
+    # A tile of 32 bits is read again (from L2) where it folds: kept, it would be laid out in shared
+    # memory for two uses, with bank conflicts in both.
+    IS_TF32: tl.constexpr = (
+        state_ptr.dtype.element_ty.primitive_bitwidth == 32 and PRECISION == "tf32"
+    )
+    KEEP_STATE: tl.constexpr = not IS_TF32
     tl.static_assert(K % BLOCK_K == 0 and V % (BLOCK_V * SPLITS) == 0)
 
     out_ptr += hv.to(tl.int64) * out_stride_h
@@ -295,7 +301,8 @@ def verify_kernel(
                 result,
                 input_precision=PRECISION,
             )
-            state += (state_part,)
+            if KEEP_STATE:
+                state += (state_part,)
         result *= window_decay
         result = tl.dot(u_coeff, u_hist.to(RING_OPERAND), result, input_precision=PRECISION)
         result = tl.dot(v_coeff, v.to(ACT_OPERAND), result, input_precision=PRECISION)
@@ -310,10 +317,10 @@ def verify_kernel(
             ).to(tl.float32)
             u_fold = (u_fold * weight[:, None]).to(RING_OPERAND)
             for i in tl.static_range(K // BLOCK_K):
-                folded = tl.dot(
-                    tl.trans(u_fold),
-                    keys[i],
-                    state[i].to(tl.float32) * window_decay,
-                    input_precision=PRECISION,
-                )
+                if KEEP_STATE:
+                    state_part = state[i]
+                else:
+                    state_part = tl.load(tile_ptr + i * BLOCK_K + state_offs)
+                folded = state_part.to(tl.float32) * window_decay
+                folded = tl.dot(tl.trans(u_fold), keys[i], folded, input_precision=PRECISION)
                 tl.store(tile_ptr + i * BLOCK_K + state_offs, folded.to(state_ptr.dtype.element_ty))
