@@ -17,7 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _run(command: list[str], interpret: str) -> str:
-    environment = {**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "tests"),  # a script started alone has no pytest to find helpers
+        "TRITON_INTERPRET": interpret,
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
     )
