@@ -61,7 +61,7 @@ def prefill(
             values = widened(v[chunk].transpose(0, 1), dtype)
             keys = x[:, : cum.shape[1]]
             read = partial(read_state, state=checkpoint)
-            u, y = delta_rows(x, keys, values, cum, beta, None, read, scale)
+            u, y = delta_rows(x, keys, values, cum, cum, beta, None, read, scale)
             out[chunk].copy_(y.transpose(0, 1))
             absorb(checkpoint, keys, u, cum)
         state[slot].copy_(checkpoint)

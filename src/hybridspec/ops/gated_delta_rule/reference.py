@@ -8,11 +8,12 @@ equations. On small models the cost is the number of operators called, hence the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hybridspec.ops._requests import read_at
 from hybridspec.ops.gated_delta_rule.ring import RingView
 from hybridspec.ops.gated_delta_rule.rows import Rows
 from hybridspec.ops.norms.reference import gdn_gates, widened
@@ -33,8 +34,7 @@ __all__ = [
 _ROOT_OF_EPS = {d: torch.tensor(1e-3, dtype=d) for d in (torch.float32, torch.float64)}
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """Live ring rows of a batch, dead rows zero.
 
     Attributes:
@@ -170,6 +170,7 @@ def delta_rows(
     k: Tensor,
     v: Tensor,
     cum: Tensor,
+    since: Tensor,
     beta: Tensor,
     window: Window | None,
     read: Callable[[Tensor], Tensor],
@@ -185,6 +186,7 @@ def delta_rows(
         k: [B * H, T, K], the keys alone.
         v: [B * HV, T, V].
         cum: [B * HV, T], c.
+        since: [B * HV, T], the same since the checkpoint, G_P + c.
         beta: [B * HV, T].
         window: rows between the checkpoint and these, or None.
         read: multiplies rows [B * HV, 2T, K] with the checkpoints, [B * HV, 2T, V].
@@ -198,11 +200,10 @@ def delta_rows(
 
     # What each row reads, one column per source: live rows, then rows of this step.
     if window is None:
-        keys, past, since, num_live = k, cum, cum, 0
+        keys, past, num_live = k, cum, 0
     else:
         keys, num_live = torch.cat((window.k, k), 1), window.k.shape[1]
         past = torch.cat((window.cum - window.total, cum), 1)
-        since = cum + window.total
     decay = (cum.unsqueeze(2) - past.unsqueeze(1)).exp_()
     dots = torch.bmm(x, keys.mT).view(heads, 1, 2, size, -1)
     mix = dots * decay.view(heads, ratio, 1, size, -1)
@@ -248,7 +249,7 @@ def verify(
         out.zero_()
         return
     dtype = compute_dtype(q, a, state)
-    starts, lengths = _at(ring.ring_start, rows.slots), _at(ring.history_len, rows.slots)
+    starts, lengths = read_at(ring.ring_start, rows.slots), read_at(ring.history_len, rows.slots)
     window = Window.read(ring, rows.slots, starts, lengths, dtype)
 
     x = widened(torch.cat((rows.by_head(k), rows.by_head(q)), 1), dtype)
@@ -267,29 +268,22 @@ def verify(
         return torch.cat([read_state(x, state[i]) for x, i in zip(parts, rows.slots, strict=True)])
 
     values = widened(rows.by_head(v), dtype)
-    u, y = delta_rows(x, keys, values, cum, rows.by_head(beta), window, read, scale)
+    since = cum + window.total
+    u, y = delta_rows(x, keys, values, cum, since, rows.by_head(beta), window, read, scale)
     rows.pack(y, out)
 
-    total = window.total
     if is_fold is not None:
         flags = is_fold.tolist()
         folding = [i for i, request in enumerate(rows.requests) if flags[request]]
         if folding:
-            total = total.clone()
-            _fold_requests(state, window, rows, lengths, folding, total)
+            _fold_requests(state, window, rows, lengths, folding)
+            by_request = (len(rows.slots), -1, rows.size)
+            since.view(by_request)[folding] = cum.reshape(by_request)[folding]
     capacity = ring.k.shape[2]
     free = [(start + n) % capacity for start, n in zip(starts, lengths, strict=True)]
     _append(ring.k, keys, rows, free)
     _append(ring.u, u, rows, free)
-    _append(ring.cum_log_decay, cum + total, rows, free)
-
-
-def _at(cursor: Tensor, slots: list[int]) -> list[int]:
-    """Read a cursor [S] at some slots."""
-    if cursor.shape[0] > 16 * len(slots):
-        return [int(cursor[slot]) for slot in slots]
-    values = cursor.tolist()
-    return [values[slot] for slot in slots]
+    _append(ring.cum_log_decay, since, rows, free)
 
 
 def _fold_requests(
@@ -298,18 +292,15 @@ def _fold_requests(
     rows: Rows,
     lengths: list[int],
     folding: list[int],
-    before: Tensor,
 ) -> None:
-    """Absorb the windows of some requests and zero their `before`, G ahead of the new rows."""
+    """Absorb the windows of some requests into their checkpoints."""
     count = len(rows.slots)
-    k, u, cum, total = (
-        rows_by_head.unflatten(0, (count, -1))
-        for rows_by_head in (window.k, window.u, window.cum, before)
+    k, u, cum = (
+        rows_by_head.unflatten(0, (count, -1)) for rows_by_head in (window.k, window.u, window.cum)
     )
     for i in folding:
         n = lengths[i]
         absorb(state[rows.slots[i]], k[i, :, :n], u[i, :, :n], cum[i, :, :n])
-        total[i].zero_()
 
 
 def materialize(

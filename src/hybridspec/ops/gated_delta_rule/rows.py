@@ -6,15 +6,14 @@ is zero. A batch whose requests are equally long and adjacent is a plain view.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 __all__ = ["Rows"]
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """The requests that have rows.
 
     Attributes:
@@ -40,9 +39,9 @@ class Rows:
         firsts = [bounds[i] for i in live]
         lengths = [bounds[i + 1] - bounds[i] for i in live]
         size = max(lengths, default=0)
-        is_dense = all(
-            n == size and first == firsts[0] + j * size
-            for j, (first, n) in enumerate(zip(firsts, lengths, strict=True))
+        # rows come in the order of requests, so that a gap would move the last one
+        is_dense = lengths.count(size) == len(live) and (
+            not live or firsts[-1] - firsts[0] == size * (len(live) - 1)
         )
         return cls(live, [numbers[i] for i in live], firsts, lengths, size, is_dense)
 
