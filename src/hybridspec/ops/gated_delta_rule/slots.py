@@ -203,28 +203,15 @@ def _commit(
         launch_slots.commit(*arguments, ring_capacity)
         return
     positions, starts, lengths = seq_len.tolist(), ring_start.tolist(), history_len.tolist()
-    live, rows = [], []
     marks = (slots, is_fold, num_verify_tokens, num_committed)
     for slot, fold, size, asked in zip(*(mark.tolist() for mark in marks), strict=True):
         if slot < 0:
             continue
         n = max(0, min(asked, size))
         folded = lengths[slot] if fold else 0
-        live.append(slot)
-        rows.append(
-            (
-                positions[slot] + n,
-                (starts[slot] + folded) % ring_capacity,
-                lengths[slot] - folded + n,
-            )
-        )
-    if live:
-        index = torch.tensor(live, device=seq_len.device)
-        values = torch.tensor(rows, dtype=torch.int32, device=seq_len.device)
-        for cursor, column in zip(
-            (seq_len, ring_start, history_len), values.unbind(1), strict=True
-        ):
-            cursor.index_copy_(0, index, column)
+        seq_len[slot] = positions[slot] + n
+        ring_start[slot] = (starts[slot] + folded) % ring_capacity
+        history_len[slot] = lengths[slot] - folded + n
     is_fold.zero_()
     num_verify_tokens.zero_()
 
