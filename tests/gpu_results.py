@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip()
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

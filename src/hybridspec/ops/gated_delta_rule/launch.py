@@ -133,27 +133,29 @@ def choose_verify_launch(
     """
     is_wide = torch.float32 in (operands.state, operands.ring)
     num_large = (key_dim > 128) + (num_tokens > 8)
-    num_warps, block_k, num_stages = 1 << num_large, 64, 3
+    # Measured there: registers for 12 programs on a multiprocessor. Other compilers would spill.
+    is_tuned = target == (9, 0) and (compiler or "").startswith("3.6.") and num_large == 0
+    num_warps, block_k, num_stages, max_registers = 1 << num_large, 64, 3, None
     if operands.act == torch.float32:
         num_warps, block_k = (8 if num_large else 4), 32
     elif num_large == 2 or (is_wide and num_large):
         num_warps, block_k, num_stages = 8, 64 * num_large, 2
-    elif is_wide:
-        num_warps, block_k = (2 if operands.ring == torch.float32 else 1), 32
+    elif operands.ring == torch.float32:
+        num_warps, block_k, num_stages = (1, 32, 2) if is_tuned else (2, 32, 3)
+    else:
+        block_k = 32 if is_wide else 64
+        max_registers = 168 if is_tuned else None
     splits = 2 if num_heads <= 132 and value_dim % 32 == 0 else 1
     tile_bytes = 16 * key_dim * operands.state.itemsize
     has_cache = target != CPU_CAPABILITY and value_dim >= 32 * splits
     lines = min(2 * tile_bytes // _CACHE_LINE_BYTES, 64) if has_cache else 0
-    # What fits 12 programs on a multiprocessor there; other compilers would spill.
-    is_tuned = num_warps == 1 and not is_wide and target == (9, 0)
-    is_tuned = is_tuned and (compiler or "").startswith("3.6.")
     return LaunchConfig(
         block_k=min(_largest_divisor_power(key_dim), block_k),
         block_v=16,
         splits=splits,
         num_stages=num_stages,
         num_warps=num_warps,
-        max_registers=168 if is_tuned else None,
+        max_registers=max_registers,
         prefetch_lines=1 << (lines.bit_length() - 1) if lines else 0,
     )
 
