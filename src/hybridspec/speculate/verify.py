@@ -103,7 +103,7 @@ def verify_drafts(
         is_fold,
         max_window=pools.geometry.max_window,
     )
-    history_len = pools.history_len[step.slots].tolist()
+    history = pools.history_len.tolist()
     fed = torch.tensor([token for tokens in rows for token in tokens], device=device)
 
     hidden = model.forward(fed, step, pools)
@@ -122,7 +122,7 @@ def verify_drafts(
         hidden=hidden,
         step=step,
         num_verify_tokens=num_verify_tokens,
-        history_len=history_len,
+        history_len=[history[slot] for slot in slots],
         is_fold=[flag != 0 for flag in is_fold.tolist()],
     )
 
