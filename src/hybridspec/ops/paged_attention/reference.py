@@ -151,8 +151,10 @@ def _append_and_read(
 def _append_and_view(
     rows: Tensor, pool: Tensor, position: int, pages: list[int], table: Tensor
 ) -> Tensor:
-    """Store rows [T, Hkv, D] from `position` on; return the pages' rows [Hkv, L, D], a view if
-    the pages follow each other in memory."""
+    """Store rows [T, Hkv, D] from `position` on and return all rows so far, [Hkv, L, D].
+
+    That is a view if the pages follow each other in memory.
+    """
     _, page_size, num_heads, head_dim = pool.shape
     num_rows = rows.shape[0]
     first_page, offset = divmod(position, page_size)
@@ -166,8 +168,11 @@ def _append_and_view(
     page_stride, row_stride, head_stride, _ = pool.stride()
     first = pages[0]
     if page_stride == page_size * row_stride and pages == [*range(first, first + len(pages))]:
-        offset = pool.storage_offset() + first * page_stride
-        return pool.as_strided((num_heads, length, head_dim), (head_stride, row_stride, 1), offset)
+        return pool.as_strided(
+            (num_heads, length, head_dim),
+            (head_stride, row_stride, 1),
+            pool.storage_offset() + first * page_stride,
+        )
     return pool.index_select(0, table).flatten(0, 1)[:length].transpose(0, 1)
 
 
