@@ -92,13 +92,10 @@ class RowCursors:
         is_padding_zeroed: whether rows of a request without a slot are written.
     """
 
-    history_len: Tensor | None = None
+    history_len: Tensor
     ring_start: Tensor | None = None
     fold_threshold: int | None = None
     is_padding_zeroed: bool = True
-
-
-_OF_SLOTS = RowCursors()
 
 
 def choose_operands(rows: Tensor, state: Tensor, ring: RingView) -> Operands:
@@ -249,9 +246,11 @@ def verify(
     from hybridspec.ops.gated_delta_rule.triton_verify import verify_kernel
 
     _, value_heads, value_dim, key_dim = state.shape
-    cursors = by_row or _OF_SLOTS
-    history_len = ring.history_len if by_row is None else by_row.history_len
-    num_requests = slots.shape[0] if slots is not None else history_len.shape[0]
+    if by_row is None:
+        cursors = RowCursors(history_len=ring.history_len, ring_start=ring.ring_start)
+    else:
+        cursors = by_row
+    num_requests = slots.shape[0] if slots is not None else cursors.history_len.shape[0]
     if num_requests == 0:
         out.zero_()
         return
@@ -265,8 +264,8 @@ def verify(
     with torch.cuda.device_of(q):
         verify_kernel[(num_requests * value_heads * config.splits,)](
             q, k, v, a, b, A_log, dt_bias, state, ring.k, ring.u, ring.cum_log_decay, out,
-            ring.ring_start if by_row is None else by_row.ring_start,
-            history_len, cu_seqlens, slots, is_fold, cursors.fold_threshold,
+            cursors.ring_start, cursors.history_len, cu_seqlens, slots, is_fold,
+            cursors.fold_threshold,
             q.shape[0] // num_requests if cu_seqlens is None else None,
             q.shape[0], num_requests, scale, beta_scale,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], a.stride(0), b.stride(0),
