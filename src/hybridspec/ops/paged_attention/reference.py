@@ -165,7 +165,7 @@ def _append_and_view(
         pool[table[positions // page_size], positions % page_size] = widened(rows, pool.dtype)
 
     length = position + num_rows
-    page_stride, row_stride, head_stride, _ = pool.stride()
+    page_stride, row_stride, head_stride = pool.stride()[:3]
     first = pages[0]
     if page_stride == page_size * row_stride and pages == [*range(first, first + len(pages))]:
         return pool.as_strided(
