@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from hybridspec.bundled import bundled_model_path
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.drafting import make_drafter, resolve_drafter
 from hybridspec.engine.memory import plan_pools
+from hybridspec.engine.outputs import StepOutput
 from hybridspec.engine.request import Request
 from hybridspec.engine.rules import check_params, make_rules
 from hybridspec.engine.runner import Runner
@@ -47,6 +50,8 @@ def model_folder(model: str | Path, *, only: str = "", has_weights: bool = True)
 
 class Engine:
     """A loaded model with its pools and queues.
+
+    Threads that share it hold `lock` around `add` and `step`.
 
     Args:
         folder: model folder in Hugging Face layout.
@@ -117,6 +122,8 @@ class Engine:
             verify_rows=self.config.verify_rows,
         )
         self._ids = itertools.count()
+        self.lock = threading.Lock()
+        self._dropped: deque[Request] = deque()
 
     @property
     def has_work(self) -> bool:
@@ -176,6 +183,7 @@ class Engine:
         rules = make_rules(params, ids, ends, vocab_size=vocab, tokenizer=self.tokenizer)
         request_id = next(self._ids)
         group: list[Request] = []
+        outbox: list[StepOutput] = []
         requests = [
             Request(
                 request_id=request_id,
@@ -188,6 +196,7 @@ class Engine:
                 detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
                 index=index,
                 group=group,
+                outbox=outbox,
                 prompt_logprobs=None if params.prompt_logprobs is None or index else [None],
             )
             for index, rule in enumerate(rules)
@@ -229,6 +238,7 @@ class Engine:
         What the step added to a request lands in its outbox. A step that fails takes the requests
         that were in it along, since their checkpoints may be folded by half; waiting ones stay.
         """
+        self._abort_dropped()
         scheduler = self.scheduler
         scheduler.admit()
         try:
@@ -248,3 +258,19 @@ class Engine:
         self.scheduler.remove(request)
         if request.finish_reason is None:
             request.finish_reason = "abort"
+
+    def drop(self, requests: Iterable[Request]) -> None:
+        """Abort those that are not finished: now, or before the next step if one is running.
+
+        Needs no lock: a garbage collection may call this in the middle of a step.
+        """
+        self._dropped.extend(request for request in requests if request.finish_reason is None)
+        if self.lock.acquire(blocking=False):
+            try:
+                self._abort_dropped()
+            finally:
+                self.lock.release()
+
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            self.abort(self._dropped.popleft())

@@ -324,23 +324,32 @@ class LLM:
         ]
 
     def _run(self, requests: list[Request]) -> Iterator[StepOutput]:
-        """Run the engine until these requests are done; drop them if the caller stops early."""
+        """Run the engine until these requests are done; drop them if the caller stops early.
+
+        Others may do the same, also in other threads: one at a time runs a step, for all requests.
+        """
         engine = self._engine
         requests = [one for request in requests for one in request.continuations]
         try:
-            for request in requests:
-                engine.add(request)
-            while True:
+            with engine.lock:
                 for request in requests:
-                    while request.outbox:
-                        yield request.outbox.pop(0)
-                if all(request.finish_reason is not None for request in requests):
-                    return
-                engine.step()
+                    engine.add(request)
+            is_running = bool(requests)
+            while is_running:
+                with engine.lock:
+                    if not any(request.outbox for request in requests):
+                        engine.step()
+                    reasons = [request.finish_reason for request in requests]
+                    steps = []
+                    for request in requests:
+                        steps += request.outbox
+                        request.outbox.clear()
+                yield from steps
+                if "abort" in reasons:
+                    raise RuntimeError("the request was dropped: another caller's step failed")
+                is_running = None in reasons
         finally:
-            for request in requests:
-                if request.finish_reason is None:
-                    engine.abort(request)
+            engine.drop(requests)
 
 
 def _prompt_list(

@@ -44,7 +44,8 @@ class Request:
         draft: what is proposed for the next step.
         slot: index in the pools while running, else None.
         num_prefilled: prompt rows already processed.
-        outbox: step outputs that were not fetched yet.
+        outbox: step outputs that were not fetched yet, of all continuations of the prompt in one
+            list, oldest first.
     """
 
     request_id: int
