@@ -13,6 +13,7 @@ from helpers.drafters import random_script, run, scripted_engine
 from helpers.tiny_checkpoints import TinyCheckpoint, build_tiny_checkpoint
 from hybridspec import LLM, SamplingParams
 from hybridspec.runtime import Allocator, Pools
+from hybridspec.runtime import pools as pools_module
 
 PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 PROMPT = list(range(20))
@@ -160,3 +161,38 @@ def test_pools_grow_with_use(tiny: TinyCheckpoint) -> None:
     assert pools.num_slots == 8
     alone = [llm.generate(prompt_token_ids=p, sampling_params=PARAMS)[0] for p in prompts]
     assert [r.outputs[0].token_ids for r in together] == [r.outputs[0].token_ids for r in alone]
+
+
+@pytest.mark.parametrize("fails_at", [2, 6, 9, -1])
+def test_growing_that_fails_changes_nothing(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    """A request that is running goes on, and the next ones find pools that fit together."""
+    llm = LLM(tiny.folder, draft_tokens=3, device="cpu")
+    prompts = [[token + i for token in PROMPT] for i in range(3)]
+    expected = tokens_of(llm, prompts)
+    llm = LLM(tiny.folder, draft_tokens=3, device="cpu")
+    running = llm.stream(prompt_token_ids=prompts[0], sampling_params=PARAMS)
+    got = [*next(running).token_ids, *next(running).token_ids]
+    resized, sizes = pools_module._resized, []
+    num_tensors = 4 + 5 * len(llm._engine.pools.gdn)
+
+    def failing(tensor: torch.Tensor, size: int, **options: int) -> torch.Tensor:
+        sizes.append(size)
+        if len(sizes) == fails_at % num_tensors:
+            raise RuntimeError("out of memory")
+        return resized(tensor, size, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pools_module, "_resized", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS)
+    assert llm._engine.pools.num_slots == 1
+    got += [token for step in running for token in step.token_ids]
+    assert got == expected[0]
+    assert tokens_of(llm, prompts) == expected
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    results = llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS)
+    return [result.outputs[0].token_ids for result in results]

@@ -182,35 +182,54 @@ class Pools:
         return self.page_size * self.geometry.kv_bytes_per_token(self.dtype)
 
     def grow_slots(self, num_slots: int) -> Self:
-        """Enlarge every slot-indexed pool to `num_slots`, keeping what is there."""
-        self.page_table = _enlarged(self.page_table, num_slots, fill=-1)
-        self.seq_len = _enlarged(self.seq_len, num_slots)
-        self.ring_start = _enlarged(self.ring_start, num_slots)
-        self.history_len = _enlarged(self.history_len, num_slots)
+        """Enlarge every slot-indexed pool, keeping what is there, also if memory runs out."""
+        old = self.num_slots
+        try:
+            self._resize_slots(num_slots)
+        except BaseException:
+            self._resize_slots(old)
+            raise
+        return self
+
+    def _resize_slots(self, num_slots: int) -> None:
+        self.page_table = _resized(self.page_table, num_slots, fill=-1)
+        self.seq_len = _resized(self.seq_len, num_slots)
+        self.ring_start = _resized(self.ring_start, num_slots)
+        self.history_len = _resized(self.history_len, num_slots)
         for i, pool in enumerate(self.gdn):  # layer by layer, so that the peak is one layer's copy
             ring = pool.ring
             self.gdn[i] = GdnPool(
-                state=_enlarged(pool.state, num_slots),
+                state=_resized(pool.state, num_slots),
                 ring=self._ring(
-                    _enlarged(ring.k, num_slots),
-                    _enlarged(ring.u, num_slots),
-                    _enlarged(ring.cum_log_decay, num_slots),
+                    _resized(ring.k, num_slots),
+                    _resized(ring.u, num_slots),
+                    _resized(ring.cum_log_decay, num_slots),
                 ),
-                conv_ring=_enlarged(pool.conv_ring, num_slots),
+                conv_ring=_resized(pool.conv_ring, num_slots),
             )
-        return self
 
     def grow_pages(self, num_pages: int) -> Self:
-        """Enlarge the KV pools to `num_pages`, keeping what is there."""
-        for i, pool in enumerate(self.kv):
-            self.kv[i] = KvPool(
-                k_pages=_enlarged(pool.k_pages, num_pages),
-                v_pages=_enlarged(pool.v_pages, num_pages),
-            )
+        """Enlarge the KV pools, keeping what is there, also if memory runs out."""
+        old = self.num_pages
+        try:
+            self._resize_pages(num_pages)
+        except BaseException:
+            self._resize_pages(old)
+            raise
         return self
 
+    def _resize_pages(self, num_pages: int) -> None:
+        for i, pool in enumerate(self.kv):
+            self.kv[i] = KvPool(
+                k_pages=_resized(pool.k_pages, num_pages),
+                v_pages=_resized(pool.v_pages, num_pages),
+            )
 
-def _enlarged(tensor: Tensor, size: int, *, fill: int = 0) -> Tensor:
+
+def _resized(tensor: Tensor, size: int, *, fill: int = 0) -> Tensor:
+    """Return a larger copy, or a view of the first rows, which takes no memory."""
+    if size <= tensor.shape[0]:
+        return tensor[:size]
     larger = tensor.new_full((size, *tensor.shape[1:]), fill)
     larger[: tensor.shape[0]] = tensor
     return larger
