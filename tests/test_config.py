@@ -29,10 +29,15 @@ from hybridspec.config import EngineConfig, SamplingParams
         ("stop", "", ValueError),
         ("stop", ["a", ""], ValueError),
         ("stop", [1], ValueError),
+        ("stop", 1, TypeError),
+        ("stop", b"a", TypeError),
+        ("stop_token_ids", 1, TypeError),
+        ("stop_token_ids", "12", TypeError),
         ("stop_token_ids", [-1], ValueError),
         ("stop_token_ids", ["a"], TypeError),
         ("ignore_eos", 1, TypeError),
         ("n", 0, ValueError),
+        ("n", 10**10, ValueError),
         ("n", True, TypeError),
         ("n", None, TypeError),
         ("repetition_penalty", 0.0, ValueError),
@@ -71,6 +76,7 @@ def test_stop_is_normalised() -> None:
     assert SamplingParams(stop="a").stop == ("a",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
 
 
 def test_what_a_caller_keeps_hold_of_is_copied() -> None:
@@ -94,6 +100,9 @@ def test_what_a_caller_keeps_hold_of_is_copied() -> None:
         ("state_dtype", "int8", ValueError),
         ("device", "tpu", ValueError),
         ("device", "cuda:x", ValueError),
+        ("device", "cuda:", ValueError),
+        ("device", "auto:0", ValueError),
+        ("device", "cpu:1", ValueError),
         ("max_model_len", 1, ValueError),
         ("max_model_len", "long", TypeError),
         ("memory_fraction", 0, ValueError),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["DRAFTERS", "DTYPES", "MAX_DRAFT_TOKENS", "EngineConfig", "SamplingParams"]
 
 MAX_DRAFT_TOKENS = 7  # a verify step takes at most 8 rows of a request
+MAX_CONTINUATIONS = 1 << 16  # so that a slip of the keyboard does not fill the memory
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DRAFTERS = ("auto", "mtp", "lookup", "none")
 
@@ -106,12 +108,14 @@ class SamplingParams:
                 f"got {self.min_tokens}"
             )
         object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(
+            self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids, "token ids")
+        )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0)
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos: expected a bool, got {self.ignore_eos!r}")
-        _integer("n", self.n, 1)
+        _integer("n", self.n, 1, MAX_CONTINUATIONS)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above_low=True)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -122,8 +126,17 @@ class SamplingParams:
         _optional_integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
 
 
+def _listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
+    """Return a list as a tuple, an empty one for None."""
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise TypeError(f"{name}: expected a list of {what}, got {value!r}")
+    return tuple(value)
+
+
 def _stop_strings(stop: Any) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    strings = (stop,) if isinstance(stop, str) else _listed("stop", stop, "texts")
     if not all(isinstance(text, str) and text for text in strings):
         raise ValueError(f"stop: expected non-empty strings, got {stop!r}")
     return strings
@@ -207,8 +220,7 @@ class EngineConfig:
                 raise ValueError("mtp_from: expected no dummy_weights with it, got both")
         if not isinstance(self.dummy_weights, bool):
             raise TypeError(f"dummy_weights: expected a bool, got {self.dummy_weights!r}")
-        kind, _, index = str(self.device).partition(":")
-        if kind not in ("auto", "cpu", "cuda") or (index and not index.isdigit()):
+        if not re.fullmatch("auto|cpu|cuda(:[0-9]+)?", str(self.device)):
             raise ValueError(
                 f'device: expected "auto", "cpu", "cuda" or "cuda:N", got {self.device!r}'
             )
