@@ -1,0 +1,103 @@
+"""What belongs to a slot: all of it is listed, copied and kept when pools grow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.direct_runner import DirectRunner
+from helpers.tiny_checkpoints import TinyCheckpoint, build_tiny_checkpoint
+from hybridspec.models import load_model
+from hybridspec.ops.gated_delta_rule import copy_slots
+from hybridspec.runtime import Pools
+
+TOKENS = [(7 * i + i * i) % 97 for i in range(90)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    return build_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Every tensor that an object holds, at any depth."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def keyed_by_slot(pools: Pools) -> set[int]:
+    held = [tensor for value in vars(pools).values() for tensor in tensors_in(value)]
+    keyed = {id(tensor) for tensor in held if tensor.shape[0] == pools.num_slots}
+    return keyed - {id(pools.page_table)}  # pages belong to a slot, but are not its memory
+
+
+def steps(runner: DirectRunner, slots: list[int], first: int, count: int) -> list[Tensor]:
+    """Run steps of 4 rows on slots that stand at `first`, 3 right and 1 rejected."""
+    outputs = []
+    for start in range(first, first + 3 * count, 3):
+        rows = [*TOKENS[start : start + 3], 96 - TOKENS[start]]
+        hidden = runner.verify({slot: rows for slot in slots}, [3] * len(slots))
+        outputs.append(hidden.view(len(slots), 4, -1)[:, :3])
+    return outputs
+
+
+def copy_pages(pools: Pools, source: int, target: int) -> None:
+    pages = pools.page_table.long()
+    for pool in pools.kv:
+        for tensor in (pool.k_pages, pool.v_pages):
+            tensor[pages[target]] = tensor[pages[source]]
+
+
+def test_all_that_is_keyed_by_slot_is_listed(checkpoint: TinyCheckpoint) -> None:
+    pools = DirectRunner(load_model(checkpoint.folder), num_slots=5).pools
+    for _ in range(2):
+        listed = pools.slot_tensors()
+        assert len({id(tensor) for tensor in listed}) == len(listed)
+        assert {id(tensor) for tensor in listed} == keyed_by_slot(pools)
+        assert len(listed) == 3 + 5 * pools.geometry.num_gdn_layers
+        pools.grow_slots(9)
+
+
+def test_a_copied_slot_decodes_like_its_source_and_a_fresh_one(checkpoint: TinyCheckpoint) -> None:
+    model = load_model(checkpoint.folder)
+    runner, fresh = DirectRunner(model), DirectRunner(model)
+    runner.prefill({0: TOKENS[:9], 2: TOKENS[20:60]})
+    steps(runner, [2], 60, 4)  # what the copy replaces
+    steps(runner, [0], 9, 7)
+    pools = runner.pools
+    assert int(pools.ring_start[0]) > 0 and int(pools.history_len[0]) > 0
+    with torch.inference_mode():
+        copy_slots(pools.slot_tensors(), torch.tensor([0]).int(), torch.tensor([2]).int())
+        copy_pages(pools, 0, 2)
+    fresh.prefill({1: TOKENS[:30]})
+    for together, alone in zip(
+        steps(runner, [2, 0], 30, 12), steps(fresh, [1], 30, 12), strict=True
+    ):
+        for mine in together:
+            torch.testing.assert_close(mine, alone[0], rtol=1e-4, atol=1e-4)
+    for tensor in pools.slot_tensors()[:3]:
+        assert tensor[0] == tensor[2]
+
+
+def test_growing_keeps_what_is_there(checkpoint: TinyCheckpoint) -> None:
+    model = load_model(checkpoint.folder)
+    grown, fixed = DirectRunner(model), DirectRunner(model)
+    for runner in (grown, fixed):
+        runner.prefill({1: TOKENS[:9]})
+        steps(runner, [1], 9, 3)
+    grown.pools.grow_slots(8).grow_pages(64)
+    for pool in grown.pools.gdn:
+        assert pool.ring.ring_start is grown.pools.ring_start
+        assert pool.ring.history_len is grown.pools.history_len
+    for mine, other in zip(steps(grown, [1], 18, 8), steps(fixed, [1], 18, 8), strict=True):
+        assert torch.equal(mine, other)
