@@ -20,7 +20,8 @@ def plan_drafts(drafts: Sequence[Draft], num_rows: int, device: torch.device) ->
     does not depend on this choice.
 
     Args:
-        drafts: the drafts of each request, with confidences.
+        drafts: the drafts of each request, with confidences; missing ones are 0, those of what
+            would follow the last draft are not looked at.
         num_rows: rows of the step over all requests; each request has one in any case.
         device: where the plan is made.
 
@@ -30,7 +31,7 @@ def plan_drafts(drafts: Sequence[Draft], num_rows: int, device: torch.device) ->
     longest = max(len(draft.tokens) for draft in drafts)
     if longest == 0:
         return [0] * len(drafts)
-    padded = [d.confidences + [0.0] * (longest - len(d.confidences)) for d in drafts]
+    padded = [(d.confidences + [0.0] * longest)[:longest] for d in drafts]
     cu_seqlens = select_rows(
         torch.tensor(padded, device=device),
         torch.arange(len(drafts), dtype=torch.int32, device=device),
