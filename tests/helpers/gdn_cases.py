@@ -2,7 +2,7 @@
 
 Everything that a call must not read is NaN: dead ring rows, slots of other requests, padded rows,
 and (for strided pools) the allocation around the pools. Everything that it must not write is
-compared bit for bit.
+compared bit for bit, that allocation too: slot -1 of a strided pool lies in it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def poisoned(
     """Return a tensor of NaN; a strided one is a slice of a larger tensor of NaN."""
     if not is_strided:
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
-    larger = (shape[0] + 1, *(size + 2 for size in shape[1:-1]), shape[-1] + 16)
+    larger = (shape[0] + 2, *(size + 2 for size in shape[1:-1]), shape[-1] + 16)
     whole = torch.full(larger, torch.nan, dtype=dtype, device=device)
     return whole[tuple(slice(1, 1 + size) for size in shape)]
 
@@ -155,7 +155,10 @@ class Pools:
             return poisoned((slots, *shape), dtype, device, is_strided=is_strided)
 
         def cursor() -> Tensor:
-            return torch.zeros(slots, dtype=torch.int32, device=device)
+            if not is_strided:
+                return torch.zeros(slots, dtype=torch.int32, device=device)
+            whole = torch.full((slots + 4,), 77, dtype=torch.int32, device=device)
+            return whole[2:-2].zero_()
 
         ring = RingView(
             k=pool(g.heads, g.capacity, g.key_dim, dtype=dtypes.ring),
@@ -177,6 +180,16 @@ class Pools:
     def copies(self) -> list[Tensor]:
         """Return copies of `tensors()`, to compare with later."""
         return [tensor.clone() for tensor in self.tensors()]
+
+    def surroundings(self) -> list[Tensor]:
+        """Return copies of the allocations that strided pools lie in, with zeros for the pools."""
+        found = []
+        for tensor in self.tensors():
+            if tensor._base is not None:
+                whole = tensor._base.clone()
+                whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).zero_()
+                found.append(whole)
+        return found
 
     def live_rows(self, slot: int) -> list[int]:
         """Return the ring rows of a slot's window, oldest first."""
@@ -235,6 +248,7 @@ class Case:
         tail: packed rows that belong to nobody.
         decay: name in `DECAYS`.
         history_gap: largest log-decay between live rows.
+        magnitude: factor of q, k and v.
     """
 
     name: str
@@ -246,6 +260,7 @@ class Case:
     tail: int = 0
     decay: str = "medium"
     history_gap: float = 0.5
+    magnitude: float = 1.0
     equal_keys: bool = False
     is_strided: bool = False
     scale: float | None = None
@@ -284,6 +299,8 @@ class VerifyCall:
             decay=case.decay,
             equal_keys=case.equal_keys,
         )
+        q, k, v = (case.magnitude * part for part in self.tokens.packed()[:3])
+        self.tokens = replace(self.tokens, q=q, k=k, v=v)
         self.folds = case.folds or tuple(
             slot >= 0 and n > 0 and history + n > g.max_window
             for slot, n, history in zip(self.slots, case.lengths, case.history, strict=True)
@@ -295,14 +312,14 @@ class VerifyCall:
     def inputs(self) -> list[Tensor]:
         """Return q, k, v, a, b with rows of padded requests and of the tail poisoned."""
         packed = []
-        for part in self.tokens.packed():
+        for i, part in enumerate(self.tokens.packed()):
             tail = part.new_full((self.case.tail, *part.shape[1:]), torch.nan)
             rows = torch.cat((part, tail))
             for slot, (first, last) in zip(self.slots, self._bounds(), strict=True):
                 if slot < 0:
                     rows[first:last] = torch.nan
             rows = rows.to(self.device)
-            packed.append(_embedded(rows) if self.case.is_strided else rows)
+            packed.append(_embedded(rows, 8 * i + 8) if self.case.is_strided else rows)
         return packed
 
     def run(self, backend: str = "auto", **options: object) -> Tensor:
@@ -343,7 +360,7 @@ class VerifyCall:
         pools, dtypes = self.pools, self.case.dtypes
         inner = (dtypes.compute, operands or dtypes.compute)
         factor = KERNEL_FACTOR if operands in (torch.bfloat16, torch.float16) else 1.0
-        before = pools.copies()
+        before, around = pools.copies(), pools.surroundings()
         may_change = [torch.zeros_like(tensor, dtype=torch.bool) for tensor in before]
         expected = []
         for i, (slot, n) in enumerate(zip(self.slots, self.case.lengths, strict=True)):
@@ -372,6 +389,8 @@ class VerifyCall:
         assert_same_bits(out[~is_owned], torch.zeros_like(out[~is_owned]))
         for actual, old, mask in zip(after, before, may_change, strict=True):
             assert_same_bits(actual, old, ~mask)
+        for actual, old in zip(pools.surroundings(), around, strict=True):
+            assert_same_bits(actual, old)
         return out
 
     def _bounds(self) -> list[tuple[int, int]]:
@@ -396,9 +415,10 @@ class VerifyCall:
         return tuple(part.to(self.device) for part in (y, new_u, total, state))
 
 
-def _embedded(rows: Tensor) -> Tensor:
-    """Return the same rows as a slice of a wider tensor of NaN, last stride 1."""
-    flat = rows.flatten(1)
-    wide = flat.new_full((flat.shape[0], flat.shape[1] + 24), torch.nan)
-    wide[:, 8 : 8 + flat.shape[1]] = flat
-    return wide[:, 8 : 8 + flat.shape[1]].view(rows.shape)
+def _embedded(rows: Tensor, gap: int) -> Tensor:
+    """Return the same rows inside a larger tensor of NaN, last stride 1, `gap` wider everywhere."""
+    sizes = rows.shape[1:]
+    wide = rows.new_full((rows.shape[0], *(size + gap for size in sizes)), torch.nan)
+    part = wide[(slice(None), *(slice(8, 8 + size) for size in sizes))]
+    part.copy_(rows)
+    return part

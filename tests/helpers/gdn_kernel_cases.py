@@ -12,6 +12,7 @@ KERNEL_CASES = [
     *(Case(f"T{n}", (n,), (5,), geometry=SMALL) for n in (1, 2, 3, 4, 8)),
     Case("T16", (16,), (3,), (27,), geometry=SMALL),
     Case("ragged", (1, 5, 0, 8, 3), (2, 0, 4, 8, 13), (0, 31, 5, 17, 30), geometry=SMALL),
+    Case("ends-empty", (0, 6, 7, 0), (4, 11, 3, 9), (1, 28, 0, 5), geometry=SMALL),
     Case("padding-tail", (2, 3, 1), (4, 0, 6), slots=(5, -1, 2), tail=5, geometry=SMALL),
     Case("only-padding", (2, 2), (0, 0), slots=(-1, -1), geometry=SMALL),
     Case("all-fold", (4, 4, 4), (13, 16, 14), (1, 30, 20), geometry=SMALL),
@@ -21,6 +22,7 @@ KERNEL_CASES = [
     Case("equal-keys", (8,), (0,), decay="none", equal_keys=True, geometry=SMALL),
     Case("strong-decay", (5, 4), (7, 14), decay="-200", history_gap=60.0, geometry=SMALL),
     Case("strided", (2, 4), (5, 14), (30, 1), is_strided=True),
+    Case("strided-padding", (2, 3, 1), (4, 0, 16), (1, 0, 9), (3, -1, 2), tail=2, is_strided=True),
     *(
         Case(f"ratio-{r}", (3, 2), (4, 15), geometry=Geometry(heads=h, value_heads=r * h))
         for r, h in ((1, 3), (3, 1), (4, 1))

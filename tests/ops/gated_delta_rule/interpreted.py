@@ -33,6 +33,13 @@ def test_every_mix_of_dtypes(dtypes: Dtypes) -> None:
     VerifyCall(case).check("triton")
 
 
+@pytest.mark.parametrize("state", [F16, F32], ids=str)
+def test_rows_whose_squares_overflow_fp16(state: torch.dtype) -> None:
+    dtypes = Dtypes(F16, state, F16)
+    case = Case("large", (3, 8), (14, 2), magnitude=400.0, geometry=SMALL, dtypes=dtypes)
+    VerifyCall(case).check("triton", F16)
+
+
 def test_without_is_fold_the_checkpoints_are_not_written() -> None:
     call = VerifyCall(Case("plain", (4, 4), (12, 3), (30, 0), geometry=SMALL))
     call.case = call.case.using(Dtypes(F32, F32, F32))
@@ -62,7 +69,7 @@ def test_sessions_of_verify_commit_and_fold(dtype: torch.dtype) -> None:
 
 
 def filled_pools(seed: int = 0) -> Pools:
-    pools = Pools.create(Geometry(1, 2, 32, 48), Dtypes(F32, F32, F32), is_strided=True)
+    pools = Pools.create(Geometry(2, 4, 32, 48), Dtypes(F32, F32, F32), is_strided=True)
     generator = torch.Generator().manual_seed(seed)
     for slot, (start, history) in enumerate(((30, 5), (0, 16), (9, 1), (31, 12), (4, 0))):
         pools.fill_slot(slot, start, history, generator)
@@ -70,11 +77,18 @@ def filled_pools(seed: int = 0) -> Pools:
 
 
 def both(run) -> None:
-    """Run on two equal sets of pools, kernel and reference; all bits written must agree."""
+    """Run on two equal sets of pools, kernel and reference; what is written must agree.
+
+    Nothing around the pools may change, which is where a kernel would find slot -1.
+    """
     found = []
     for backend in ("triton", "reference"):
         pools = filled_pools()
+        around = pools.surroundings()
         run(pools, backend)
+        for actual, old in zip(pools.surroundings(), around, strict=True):
+            assert_same_bits(actual, old)
+        assert len(around) == len(pools.tensors())
         found.append(pools.tensors())
     for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, equal_nan=True)

@@ -112,6 +112,11 @@ def test_large_A_log(A_log: float) -> None:
     call.check()
 
 
+@pytest.mark.parametrize("dtypes", [Dtypes(F16, F16, F16), Dtypes(F16, F32, F16)], ids=str)
+def test_rows_whose_squares_overflow_fp16(dtypes: Dtypes) -> None:
+    VerifyCall(Case("large", (4, 8), (5, 14), magnitude=400.0, dtypes=dtypes)).check()
+
+
 def test_given_output_is_filled_and_returned() -> None:
     call = VerifyCall(Case("out", (2, 3), (5, 5), slots=(3, -1), tail=2))
     out = torch.full((7, 4, 32), torch.nan, dtype=F64)
