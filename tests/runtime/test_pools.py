@@ -46,7 +46,7 @@ def steps(runner: DirectRunner, slots: list[int], first: int, count: int) -> lis
     outputs = []
     for start in range(first, first + 3 * count, 3):
         rows = [*TOKENS[start : start + 3], 96 - TOKENS[start]]
-        hidden = runner.verify({slot: rows for slot in slots}, [3] * len(slots))
+        hidden = runner.verify(dict.fromkeys(slots, rows), [3] * len(slots))
         outputs.append(hidden.view(len(slots), 4, -1)[:, :3])
     return outputs
 
