@@ -59,6 +59,11 @@ CONFIGS: dict[str, Case] = {
         C,
         "/config.json: not readable as JSON ('utf-8' codec",
     ),
+    "too deep": (
+        text("config.json", "[" * 100_000),
+        C,
+        "/config.json: not readable as JSON (",
+    ),
     "list": (text("config.json", "[]"), C, "/config.json: expected a JSON object, found list"),
     "text_config": (
         fields(text_config=3),
@@ -75,6 +80,11 @@ CONFIGS: dict[str, Case] = {
         C,
         f"/config.json: model_type: expected one of {TYPES}, found 'llama'",
     ),
+    "no text for model_type": (
+        fields(model_type=["qwen3_5"]),
+        C,
+        f"/config.json: model_type: expected one of {TYPES}, found ['qwen3_5']",
+    ),
     "another hybrid": (
         fields(model_type="olmo_hybrid"),
         U,
@@ -89,6 +99,11 @@ CONFIGS: dict[str, Case] = {
         fields(vocab_size="97"),
         C,
         "/config.json: vocab_size: expected a positive whole number, found '97'",
+    ),
+    "a size beyond all models": (
+        fields(vocab_size=2**63),
+        C,
+        "/config.json: vocab_size: expected at most 16777216, found 9223372036854775808",
     ),
     "boolean for a number": (
         fields(num_hidden_layers=True),
@@ -116,6 +131,21 @@ CONFIGS: dict[str, Case] = {
         fields(rms_norm_eps=-1),
         C,
         "/config.json: rms_norm_eps: expected a positive number, found -1",
+    ),
+    "infinite eps": (
+        fields(rms_norm_eps=float("inf")),
+        C,
+        "/config.json: rms_norm_eps: expected a positive number, found inf",
+    ),
+    "theta beyond floats": (
+        fields(rope_parameters={"rope_theta": 10**400}),
+        C,
+        "/config.json: rope_parameters: rope_theta: expected a positive number, found 1000",
+    ),
+    "text for a flag": (
+        fields(tie_word_embeddings="false"),
+        C,
+        "/config.json: tie_word_embeddings: expected true or false, found 'false'",
     ),
     "act": (
         fields(hidden_act="gelu"),

@@ -204,6 +204,11 @@ SHARDED: dict[str, Case] = {
         C,
         f"/{INDEX}: expected a JSON object with a weight_map",
     ),
+    "index too deep": (
+        text(INDEX, "[" * 100_000),
+        C,
+        f"/{INDEX}: expected a JSON object with a weight_map",
+    ),
     "index without map": (
         text(INDEX, "{}"),
         C,

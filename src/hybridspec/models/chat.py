@@ -171,7 +171,7 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({error})") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {type(content).__name__}")

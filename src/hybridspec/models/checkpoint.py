@@ -220,7 +220,7 @@ def _read_index(index: Path) -> dict[str, str]:
         shard_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if not shard_of or not all(isinstance(shard, str) for shard in shard_of.values()):
             raise TypeError("names and files must be texts, at least one of each")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{index}: expected a JSON object with a weight_map of names to files "
             f"({type(error).__name__}: {error})"

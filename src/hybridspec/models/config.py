@@ -28,6 +28,7 @@ _FAMILIES = {
 # Hybrids of other kinds: right files, which nothing here computes.
 _OTHER_HYBRIDS = ("kimi_linear", "nemotron_h", "olmo_hybrid", "qwen4_exp")
 _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+_MAX_SIZE = 1 << 24  # of anything: no model has more, and tables of this many rows can be made
 _LAYER_KINDS = {"linear_attention": "gdn", "full_attention": "attention"}
 _STATE_DTYPES = {
     "float32": torch.float32,
@@ -190,7 +191,7 @@ class ModelConfig:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({error})") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {type(raw).__name__}")
@@ -225,13 +226,21 @@ class _Fields:
         value = self.get(name, default)
         if type(value) is not int or value < 1:
             raise self.fail(name, "a positive whole number")
+        if value > _MAX_SIZE:
+            raise self.fail(name, f"at most {_MAX_SIZE}")
         return value
 
     def number(self, name: str, default: float) -> float:
         value = self.get(name, default)
-        if type(value) not in (int, float) or not value > 0:
+        if type(value) not in (int, float) or not 0 < value < 1e30:
             raise self.fail(name, "a positive number")
         return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.fail(name, "true or false")
+        return value
 
 
 def _config_from_fields(fields: _Fields, generation: _Fields) -> ModelConfig:
@@ -272,7 +281,7 @@ def _config_from_fields(fields: _Fields, generation: _Fields) -> ModelConfig:
         rope_theta=rope_theta,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_positions=fields.size("max_position_embeddings", 32768),
-        is_head_tied=bool(fields.get("tie_word_embeddings", False)),
+        is_head_tied=fields.flag("tie_word_embeddings", False),
         gdn=gdn,
         num_mtp_layers=fields.get("mtp_num_hidden_layers", 1),
         state_dtype=_state_dtype(fields),
@@ -282,7 +291,7 @@ def _config_from_fields(fields: _Fields, generation: _Fields) -> ModelConfig:
 
 def _require_known_arithmetic(fields: _Fields) -> None:
     model_type = fields.model_type
-    if model_type not in _FAMILIES:
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
         expected = ", ".join(repr(name) for name in _FAMILIES)
         message = f"{fields.source}: model_type: expected one of {expected}, found {model_type!r}"
         raise (UnsupportedError if model_type in _OTHER_HYBRIDS else CheckpointError)(message)
@@ -357,9 +366,7 @@ def _moe(fields: _Fields, num_layers: int) -> MoeConfig | None:
     experts_per_token = fields.size("num_experts_per_tok")
     if experts_per_token > num_experts:
         raise fields.fail("num_experts_per_tok", f"at most num_experts ({num_experts})")
-    is_normalized = fields.get("norm_topk_prob", True)
-    if not isinstance(is_normalized, bool):
-        raise fields.fail("norm_topk_prob", "true or false")
+    is_normalized = fields.flag("norm_topk_prob", True)
     if family == "qwen3_5_moe" and not is_normalized:
         raise UnsupportedError(
             f"{fields.source}: norm_topk_prob: only True is supported in this family, found False"

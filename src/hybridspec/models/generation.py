@@ -32,7 +32,7 @@ def sampling_defaults(path: str | Path) -> SamplingParams:
         return SamplingParams()
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({error})") from None
     if not isinstance(fields, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {type(fields).__name__}")
