@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,8 @@ def test_no_prompts(llm: LLM) -> None:
         ({"prompt_token_ids": [1] * 512}, ValueError, "^prompt: expected fewer tokens .* 512"),
         ({"prompts": ["a", "b"], "sampling_params": [GREEDY]}, ValueError, "^sampling_params: "),
         ({"prompts": "a", "sampling_params": {"top_p": 1}}, TypeError, "^sampling_params: "),
+        ({"prompts": "a", "sampling_params": 5}, TypeError, "^sampling_params: expected Samp"),
+        ({"prompts": "a\ud800"}, ValueError, "^text: expected .* surrogate"),
         (
             {"prompts": "a", "sampling_params": SamplingParams(stop_token_ids=[97])},
             ValueError,
@@ -125,6 +128,20 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
         llm.generate("import", GREEDY)
     with pytest.raises(ValueError, match="^stop: needs a tokenizer"):
         llm.generate(prompt_token_ids=[1], sampling_params=SamplingParams(stop="a"))
+
+
+def test_a_model_that_does_not_fit_the_memory(tmp_path: Path) -> None:
+    file = build_tiny_checkpoint(tmp_path / "m").folder / "config.json"
+    sizes = {"vocab_size": 1 << 24, "hidden_size": 1 << 24}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **sizes}))
+    with pytest.raises(CapacityError, match="^model: .* does not fit the memory"):
+        LLM(file.parent, dummy_weights=True, device="cpu")
+
+
+@pytest.mark.parametrize(("model", "error"), [(3, TypeError), (None, TypeError), ("", ValueError)])
+def test_models_that_are_none(model: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="^model: expected a folder or an id"):
+        LLM(model)
 
 
 def test_bad_folders(tmp_path: Path) -> None:

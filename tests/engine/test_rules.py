@@ -52,7 +52,7 @@ def test_seeds_of_continuations() -> None:
 
 def test_rules_of_one_request_share_nothing() -> None:
     params = SamplingParams(n=2, presence_penalty=1, seed=3, min_tokens=2)
-    first, second = make_rules(params, [7], frozenset({5, 99}), vocab_size=9, tokenizer=None)
+    first, second = make_rules(params, [7], frozenset({5, 99, -1}), vocab_size=9, tokenizer=None)
     assert first.edits is not second.edits
     first.edits.extend([4])
     assert (first.edits.tokens, second.edits.tokens) == ([7, 4], [7])

@@ -144,6 +144,26 @@ def test_saved_tokenizer_loads(tmp_path: Path) -> None:
     assert loaded.encode("→") == [0xE2, 0x86, 0x92]
 
 
+def test_a_files_truncation_and_padding_are_not_applied(tmp_path: Path) -> None:
+    """As in transformers: they say how texts were cut for training."""
+    backend = byte_level_tokenizer().backend
+    backend.enable_truncation(2)
+    backend.enable_padding(length=40, pad_id=0)
+    assert len(backend.encode("a text").ids) == 40
+    backend.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded is not None
+    assert loaded.encode("a text") == list(b"a text")
+
+
+def test_texts_that_cannot_be_encoded() -> None:
+    with pytest.raises(ValueError, match=r"^text: expected .* surrogate"):
+        BYTES.encode("a\udcff")
+    words = Tokenizer(JsonTokenizer(models.WordLevel({"a": 0}, unk_token="?")))
+    with pytest.raises(ValueError, match=r"^text: expected .*UNK"):
+        words.encode("b")
+
+
 @pytest.mark.parametrize("content", ["", "{}", "not json", '{"model": 3}'])
 def test_broken_tokenizer_is_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)

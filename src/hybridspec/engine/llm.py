@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from hybridspec.engine.engine import Engine, model_folder
 from hybridspec.engine.memory import available_bytes, request_bytes
 from hybridspec.engine.outputs import RequestOutput, StepOutput
 from hybridspec.engine.request import Request
+from hybridspec.errors import CapacityError
 from hybridspec.models import ModelConfig, OnProgress
 from hybridspec.models.chat import ChatTemplates, is_conversation
 from hybridspec.models.generation import sampling_defaults
@@ -83,6 +84,7 @@ class LLM:
     Raises:
         CheckpointError: if the folder cannot be read or is not what its config says.
         UnsupportedError: if the model or an option of it is not implemented.
+        CapacityError: if the model or the smallest pools do not fit the memory.
         ValueError, TypeError: if an option is wrong; the message names it.
     """
 
@@ -115,7 +117,13 @@ class LLM:
             memory_fraction=memory_fraction,
         )
         folder = model_folder(model, has_weights=not dummy_weights)
-        self._engine = Engine(folder, config, on_progress=on_progress)
+        try:
+            self._engine = Engine(folder, config, on_progress=on_progress)
+        except RuntimeError as error:  # torch has a type for this on GPUs only
+            if "allocate" not in str(error) or isinstance(error, CapacityError):
+                raise
+            reason = str(error).strip().splitlines()[0]
+            raise CapacityError(f"model: {folder} does not fit the memory ({reason})") from error
 
     @property
     def config(self) -> EngineConfig:
@@ -307,7 +315,7 @@ class LLM:
         if isinstance(params, SamplingParams):
             each = [params] * len(items)
         else:
-            each = list(params)
+            each = list(params) if isinstance(params, Iterable) else [params]
             if len(each) != len(items):
                 raise ValueError(
                     f"sampling_params: expected one or {len(items)} (one per prompt), "

@@ -96,9 +96,11 @@ def make_rules(
         ValueError: if every token is forbidden.
     """
     words = word_tokens(params.bad_words, tokenizer)
-    early = tuple(sorted(t for t in ends if t < vocab_size)) if params.min_tokens else ()
+    early = tuple(sorted(t for t in ends if 0 <= t < vocab_size)) if params.min_tokens else ()
     if len({word[0] for word in words if len(word) == 1}.union(early)) >= vocab_size:
-        raise ValueError("bad_words: expected at least one token that may be said, got none")
+        raise ValueError(
+            "bad_words, stop_token_ids: expected at least one token that may be said, got none"
+        )
     seed = secrets.randbits(63) if params.seed is None else params.seed
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     has_edits = bool(words or params.logit_bias) or penalties != (1, 0, 0)

@@ -44,9 +44,14 @@ def find_model(model: str | Path, *, only: str = "", has_weights: bool = True) -
         The folder. A path is returned as it is, whether or not there is anything.
 
     Raises:
+        TypeError, ValueError: if `model` is neither.
         CheckpointError: if the hub does not know the id, does not give it out, or cannot be reached
             while its cache does not hold the model.
     """
+    if not isinstance(model, str | Path):
+        raise TypeError(f"model: expected a folder or an id, got {model!r}")
+    if model == "":
+        raise ValueError("model: expected a folder or an id, got an empty text")
     if isinstance(model, Path) or Path(model).exists() or not _HUB_ID.fullmatch(model):
         return Path(model)
     folder = _download(model, _DESCRIPTIONS)

@@ -41,8 +41,14 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Return the token ids of a text; raises ValueError for what has none."""
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the package raises plain Exception for whatever is wrong
+            reason = str(error)
+            if any("\ud800" <= char <= "\udfff" for char in text):
+                reason = "half a surrogate pair in it; bytes that are not UTF-8 become such"
+            raise ValueError(f"text: expected one that this tokenizer takes ({reason})") from None
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens; bytes that are no valid UTF-8 become U+FFFD."""
@@ -140,8 +146,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
     if not file.is_file():
         return None
     try:
-        return Tokenizer(JsonTokenizer.from_file(str(file)))
-    except Exception as error:  # the package raises plain Exception for whatever is wrong
+        backend = JsonTokenizer.from_file(str(file))
+        # Files may hold what their last training cut texts to; nothing is cut here.
+        backend.no_truncation()
+        backend.no_padding()
+        return Tokenizer(backend)
+    except Exception as error:  # as above
         raise CheckpointError(f"{file}: not readable as a tokenizer ({error})") from None
 
 
