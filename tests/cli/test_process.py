@@ -47,7 +47,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             [
                 sys.executable,
                 "-c",
-                textwrap.dedent(ENDLESS),
+                SCRIPT,
                 str(running),
                 "generate",
                 "hi",
