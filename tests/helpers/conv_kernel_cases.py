@@ -9,7 +9,7 @@ import torch
 from helpers.conv_cases import ConvBatch, expected_output, expected_ring, make_conv_batch
 from hybridspec.ops import causal_conv1d
 
-__all__ = ["BATCHES", "check_kernel"]
+__all__ = ["BATCHES", "check_kernel", "check_split"]
 
 BATCHES = {
     "one row": {"lengths": [1], "positions": [9], "slots": [2]},
@@ -40,6 +40,25 @@ def check_kernel(
     )  # fmt: skip
     torch.testing.assert_close(out.double().cpu(), right, rtol=bound, atol=bound)
     torch.testing.assert_close(moved.conv_ring.cpu(), ring, rtol=0, atol=0, equal_nan=True)
+
+
+def check_split(dtypes: tuple[torch.dtype, torch.dtype], device: str) -> None:
+    """Run eight rows in one step and in eight: a ring that rounds must round fresh rows too."""
+    x_dtype, ring_dtype = dtypes
+    make = {"lengths": [8], "positions": [13], "slots": [2]}
+    whole, parts = (
+        _moved(make_conv_batch(**make, dtype=x_dtype, ring_dtype=ring_dtype), device)
+        for _ in range(2)
+    )
+    right = causal_conv1d.verify(*whole.tensors, max_verify_tokens=8, backend="triton")
+    found = []
+    for row in parts.x.split(1):
+        bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        one = replace(parts, x=row, cu_seqlens=bounds)
+        found.append(causal_conv1d.verify(*one.tensors, max_verify_tokens=1, backend="triton"))
+        parts.seq_len[2] += 1
+    torch.testing.assert_close(torch.cat(found), right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(parts.conv_ring, whole.conv_ring, rtol=0, atol=0, equal_nan=True)
 
 
 def _moved(batch: ConvBatch, device: str) -> ConvBatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.conv_kernel_cases import BATCHES, check_kernel
+from helpers.conv_kernel_cases import BATCHES, check_kernel, check_split
 
 pytestmark = pytest.mark.gpu
 
@@ -21,3 +21,8 @@ def test_verify(name: str, activation: str | None) -> None:
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (F16, F16), (F32, BF16), (BF16, F32)], ids=str)
 def test_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     check_kernel("ragged", dtypes, "silu", "cuda", 2e-2)
+
+
+@pytest.mark.parametrize("ring", [BF16, F16], ids=str)
+def test_steps_agree_when_the_ring_rounds(ring: torch.dtype) -> None:
+    check_split((F32, ring), "cuda")

@@ -144,6 +144,8 @@ def test_decide_folds() -> None:
     found = torch.full((6,), 9, dtype=torch.int8)
     launch_slots.decide_folds(pools.ring.history_len, slots, rows, found, 16)
     assert found.tolist() == [0, 1, 0, 0, 1, 0]
+    launch_slots.decide_folds(pools.ring.history_len, slots, rows, found, 5)
+    assert found.tolist() == [1, 1, 0, 1, 1, 0]
 
 
 def test_copy_and_reset() -> None:
