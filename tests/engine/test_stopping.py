@@ -105,6 +105,21 @@ def test_a_stop_string_over_token_borders(
     assert stop in kept and stop not in kept[:-1]
 
 
+@pytest.mark.parametrize("place", range(1, 12))
+def test_a_stop_string_at_every_place_in_a_step(folder: Path, plain: list[int], place: int) -> None:
+    """Drafts are all right, so that the string mostly ends inside accepted drafts."""
+    text = text_of(plain)
+    stop = text[place - 1 : place + 1]
+    start = text.find(stop)
+    request = run_right(folder, plain, sampling(stop=[stop, "not in the text"]))
+    assert request.token_ids == plain[: start + 2]
+    assert request.finish_reason == "stop"
+    assert sum(request.stats.committed_per_step) == start + 1
+    assert request.output().outputs[0].text == text[:start]
+    assert "".join(step.text for step in request.outbox) == text[:start]
+    assert [t for step in request.outbox for t in step.token_ids] == request.token_ids
+
+
 def test_streamed_text_never_shows_a_stop_string(folder: Path, plain: list[int]) -> None:
     text = text_of(plain)
     stop = text[12:17]
