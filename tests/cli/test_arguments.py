@@ -32,6 +32,11 @@ def test_defaults_are_those_of_the_library_but_greedy() -> None:
     )
 
 
+def test_two_dashes_can_be_a_value() -> None:
+    arguments = parse(["generate", "--stop=--", "--dtype", "auto", "--", "--json"])
+    assert (arguments.stop, arguments.prompt, arguments.json) == (["--"], "--json", False)
+
+
 def test_no_speculation_is_zero_drafts() -> None:
     assert parse(["generate", "--no-speculation"]).draft_tokens == 0
     assert parse(["generate", "--no-speculation", "--draft-tokens", "5"]).draft_tokens == 0
@@ -47,6 +52,9 @@ def test_no_speculation_is_zero_drafts() -> None:
         ("generate --max-tokens many", "--max-tokens"),
         ("generate --max-tokens", "--max-tokens"),
         ("generate --threads 0", "--threads"),
+        ("generate --threads 100000000000000000000", "--threads: expected at most 1024"),
+        ("generate --max-tokens=--", "--max-tokens: invalid int value: '--'"),
+        ("generate --stop-token-id=--", "--stop-token-id: invalid int value: '--'"),
         ("generate a b", "b"),
         ("generate --dtype float8", "--dtype"),
         ("generate --system x", "--system: needs --chat"),
@@ -59,6 +67,8 @@ def test_no_speculation_is_zero_drafts() -> None:
         ("generate --chat --prompt-token-ids 3", "--prompt-token-ids: a conversation"),
         ("generate --chat --template-arg x", "--template-arg: expected NAME=VALUE, got 'x'"),
         ("generate --chat --template-arg a-b=1", "--template-arg: expected NAME=VALUE"),
+        ("generate --chat --template-arg messages=1", "--template-arg: expected another name"),
+        ("generate --chat --template-arg tools=5", "--template-arg: expected a list as tools"),
         ("generate --chat --chat-template no/such.jinja", "no/such.jinja: No such file"),
         ("compare --num-prompts 0", "--num-prompts"),
         ("compare --repeats -1", "--repeats"),

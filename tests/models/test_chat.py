@@ -201,6 +201,7 @@ class Mood(enum.Enum):
         ([["user", "x"]], {}, TypeError, "^messages: expected dicts, got list"),
         ([{"content": "x"}], {}, ValueError, "^messages: expected a role in each, got None"),
         ([{"role": "user", "content": Mood.GOOD}], {}, TypeError, "^messages: .* got Mood"),
+        ([QUESTION], {"tools": 5}, TypeError, "^tools: expected a list of dicts, got int"),
         ([QUESTION], {"tools": [len]}, TypeError, "^tools: expected .* got builtin_function"),
         ([QUESTION], {"mood": Mood.GOOD}, TypeError, "^mood: expected .* got Mood"),
         ([QUESTION], {"chat_template": 3}, TypeError, "^chat_template: expected a text, got int"),

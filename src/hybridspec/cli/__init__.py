@@ -33,9 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         standard output went away.
     """
     try:
-        for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, "reconfigure"):  # text that the terminal cannot show is no failure
-                stream.reconfigure(errors="replace")
+        _prepare_streams()
         arguments = parse(argv)
         command = importlib.import_module(f"hybridspec.cli.{arguments.command}")
         status: int = command.run(arguments)
@@ -56,6 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(f"{missing} is not installed: pip install 'hybridspec[engine]'")
     except (UsageError, CheckpointError, UnsupportedError, CapacityError, OSError) as error:
         return _complain(_explain(error))
+
+
+def _prepare_streams() -> None:
+    """Make the standard streams what the commands count on, whatever the locale or the caller."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the program that started this one
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # text that the terminal cannot show is no failure
+            stream.reconfigure(errors="replace")
+    if hasattr(sys.stdin, "reconfigure"):  # prompts are UTF-8 wherever they come from
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
 
 
 def _explain(error: Exception) -> str:

@@ -58,6 +58,7 @@ _SAMPLING: dict[str, tuple[Any, str, str]] = {
     "seed": (int, "S", "of the noise; drawn and shown if not given"),
 }
 _CLI_DEFAULTS = {"temperature": 0.0}
+_MAX_THREADS = 1024  # the thread library ends the process where it cannot start that many
 
 
 class UsageError(ValueError):
@@ -82,6 +83,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Take `--flag=--` as the value that it is; argparse would make an empty list of it."""
+        if not action.option_strings or arg_strings != ["--"]:
+            return super()._get_values(action, arg_strings)
+        value = self._get_value(action, "--")
+        self._check_value(action, value)
+        return value
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
@@ -300,7 +309,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show every step: what was drafted, accepted and added, the ring's fill, folds",
     )
-    _add_json(group, "text, tokens, speed, acceptance")
+    _add_json(group, "text, tokens, speed, acceptance; with --chat, a line for each answer")
     group.add_argument("--quiet", action="store_true", help="the text only")
     group.add_argument("--n", type=int, default=1, metavar="N", help="continuations (default: 1)")
     group.add_argument(
@@ -369,6 +378,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
             raise UsageError(f"{_flag(name)}: expected a positive number, got {value}")
+    if arguments.threads is not None and arguments.threads > _MAX_THREADS:
+        raise UsageError(f"--threads: expected at most {_MAX_THREADS}, got {arguments.threads}")
     if getattr(arguments, "no_speculation", False):
         arguments.draft_tokens = 0
     if arguments.command == "generate" and not arguments.chat:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["questions", "run", "template_options"]
 
 _EXIT = "/exit"
+_OWN_NAMES = ("self", "messages", "sampling_params", "chat_template")  # of LLM.stream_chat
 
 
 def run(arguments: argparse.Namespace, params: SamplingParams) -> int:
@@ -59,10 +60,14 @@ def template_options(arguments: argparse.Namespace) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"--template-arg: expected NAME=VALUE, got {word!r}")
+        if name in _OWN_NAMES:
+            raise UsageError(f"--template-arg: expected another name than {name}, got {word!r}")
         try:
             options[name] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             options[name] = value
+    if not isinstance(options.get("tools"), list | None):
+        raise UsageError(f"--template-arg: expected a list as tools, got {options['tools']!r}")
     template = arguments.chat_template
     if template is not None:
         file = Path(template)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -345,7 +346,7 @@ def _reports_as_json(llm: LLM, reports: Sequence[TokenLogprobs | None]) -> list[
             {
                 "token_id": token,
                 "text": _piece(llm, token),
-                "logprob": entry.logprob,
+                "logprob": entry.logprob if math.isfinite(entry.logprob) else None,
                 "rank": entry.rank,
             }
             for token, entry in found.items()

@@ -45,6 +45,7 @@ _NO_COLOURS = {**_COLOURS, ACCEPTED: "underline", REJECTED: "strike"}
 
 # Escape sequences in generated text would act on the terminal: show their pictures instead.
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+_CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)  # these have no pictures
 
 
 class PlainConsole(Console):
@@ -52,6 +53,8 @@ class PlainConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
+        if self.width < 1:  # COLUMNS=0, as some programs set it; nothing at all would be shown
+            self.width = 80
         has_colours = self.color_system is not None and not self.no_color
         self.push_theme(Theme(_COLOURS if has_colours else _NO_COLOURS))
 

@@ -129,7 +129,7 @@ class ChatTemplates:
             **self.variables,
             **{name: _plain(name, value) for name, value in template_kwargs.items()},
             "messages": plain,
-            "tools": None if tools is None else _plain("tools", list(tools)),
+            "tools": None if tools is None else _plain_list("tools", tools),
             "add_generation_prompt": add_generation_prompt,
         }
         variables.setdefault("documents", None)
@@ -201,6 +201,13 @@ def _named_templates(value: Any, file: Path) -> dict[str, str]:
     raise CheckpointError(
         f"{file}: chat_template: expected a text or a list of named ones, found {value!r:.80}"
     )
+
+
+def _plain_list(name: str, value: Any) -> list[Any]:
+    """Copy a list of dicts as plain data."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
+        raise TypeError(f"{name}: expected a list of dicts, got {type(value).__name__}")
+    return [_plain(name, item) for item in value]
 
 
 def _plain_messages(messages: Any) -> list[dict[str, Any]]:
