@@ -190,6 +190,8 @@ class EngineConfig:
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: most tokens of a request, prompt included; None is the model's limit.
         memory_fraction: share of the GPU's memory that weights and pools may take.
+        threads: torch's CPU threads during a step; None is 1 for models of small matrices, which
+            more threads slow down, and torch's own number for others.
     """
 
     draft_tokens: int = 3
@@ -202,6 +204,7 @@ class EngineConfig:
     device: str = "auto"
     max_model_len: int | None = None
     memory_fraction: float = 0.9
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         _integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
@@ -227,3 +230,5 @@ class EngineConfig:
         if self.max_model_len is not None:
             _integer("max_model_len", self.max_model_len, 2)
         _number("memory_fraction", self.memory_fraction, 0.0, 1.0, above_low=True)
+        if self.threads is not None:
+            _integer("threads", self.threads, 1, 1024)

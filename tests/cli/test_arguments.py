@@ -51,8 +51,7 @@ def test_no_speculation_is_zero_drafts() -> None:
         ("generate --max-tok 3", "--max-tok"),
         ("generate --max-tokens many", "--max-tokens"),
         ("generate --max-tokens", "--max-tokens"),
-        ("generate --threads 0", "--threads"),
-        ("generate --threads 100000000000000000000", "--threads: expected at most 1024"),
+        ("compare --num-prompts 0", "--num-prompts"),
         ("generate --max-tokens=--", "--max-tokens: invalid int value: '--'"),
         ("generate --stop-token-id=--", "--stop-token-id: invalid int value: '--'"),
         ("generate a b", "b"),
@@ -151,5 +150,5 @@ def test_help_and_mistakes_load_no_torch() -> None:
 
 def test_usage_error_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="threads"):
-        parse(["info", "--threads", "0"])
+        engine_options(parse(["info", "--threads", "0"]))
     assert issubclass(UsageError, ValueError)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers.ascii_tokenizer import END, text_of, write_ascii_tokenizer
 from helpers.tiny_checkpoints import build_tiny_checkpoint
@@ -174,3 +175,28 @@ def test_acceptance_by_position() -> None:
     )
     assert stats.acceptance_by_position() == [2 / 3, 1 / 2, 1 / 2]
     assert RequestStats().acceptance_by_position() == []
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 1), (2, 2)])
+def test_threads_of_a_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, expected: int
+) -> None:
+    """Small models run on one thread, and torch's number is put back after each step."""
+    llm = LLM(folder, device="cpu", threads=asked)
+    seen = set()
+    forward = type(llm._engine.model).forward
+
+    def spy(*arguments: object) -> torch.Tensor:
+        seen.add(torch.get_num_threads())
+        return forward(*arguments)
+
+    monkeypatch.setattr(type(llm._engine.model), "forward", spy)
+    outside = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        llm.generate("import", GREEDY)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(outside)
+    assert seen == {expected}
+    assert llm.config.threads == expected

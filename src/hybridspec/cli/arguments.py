@@ -58,7 +58,6 @@ _SAMPLING: dict[str, tuple[Any, str, str]] = {
     "seed": (int, "S", "of the noise; drawn and shown if not given"),
 }
 _CLI_DEFAULTS = {"temperature": 0.0}
-_MAX_THREADS = 1024  # the thread library ends the process where it cannot start that many
 
 
 class UsageError(ValueError):
@@ -374,12 +373,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         UsageError: if a flag or its value is wrong.
     """
     arguments = build_parser().parse_args(argv)
-    for name in ("threads", "num_prompts", "repeats"):
+    for name in ("num_prompts", "repeats"):
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
             raise UsageError(f"{_flag(name)}: expected a positive number, got {value}")
-    if arguments.threads is not None and arguments.threads > _MAX_THREADS:
-        raise UsageError(f"--threads: expected at most {_MAX_THREADS}, got {arguments.threads}")
     if getattr(arguments, "no_speculation", False):
         arguments.draft_tokens = 0
     if arguments.command == "generate" and not arguments.chat:

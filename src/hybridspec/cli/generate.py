@@ -149,10 +149,11 @@ def _show(
     held_back = Text()
     if arguments.trace:
         console.print(trace_heading(draft_tokens), soft_wrap=True)
-    elif console.is_terminal and not arguments.quiet:
-        _echo(console, prompt)
+    has_echo = console.is_terminal and not arguments.quiet and not arguments.trace
 
     def on_step(step: StepOutput) -> None:
+        if has_echo and step.step == 0 and step.index == 0:
+            _echo(console, prompt)  # not before: the progress line clears the line it ends on
         if params.n > 1:
             return
         text = take(step)

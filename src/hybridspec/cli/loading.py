@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["open_engine", "progress", "warm_up"]
 
-_SMALL_HIDDEN_SIZE = 512  # up to here a step is made of small operations, slower on two threads
 _WARM_UP_TOKENS = 24
 
 
@@ -41,7 +40,7 @@ def open_engine(arguments: argparse.Namespace, **overrides: Any) -> LLM:
     """Load the model that the flags name, downloading it first if need be; shows how far it is.
 
     Args:
-        arguments: parsed flags; `threads` is applied to torch.
+        arguments: parsed flags.
         overrides: engine options that replace those of the flags.
 
     Raises:
@@ -49,13 +48,9 @@ def open_engine(arguments: argparse.Namespace, **overrides: Any) -> LLM:
             option does not do; the message says what.
     """
     options = engine_options(arguments) | overrides
-    import torch
-
     from hybridspec import LLM
     from hybridspec.engine.engine import model_folder
 
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
     with usage_errors():
         # Downloads show bars of their own, so they are done before anything else is shown.
         model = "bundled" if arguments.model is None else arguments.model
@@ -63,11 +58,7 @@ def open_engine(arguments: argparse.Namespace, **overrides: Any) -> LLM:
         if options["mtp_from"] is not None and options["draft_tokens"] > 0:
             options["mtp_from"] = str(model_folder(options["mtp_from"], only="mtp."))
         with progress("loading the model") as show:
-            llm = LLM(folder, **options, on_progress=_shown_bytes(show))
-    is_small = llm.model_config.hidden_size <= _SMALL_HIDDEN_SIZE
-    if arguments.threads is None and is_small and llm.config.device == "cpu":
-        torch.set_num_threads(1)
-    return llm
+            return LLM(folder, **options, on_progress=_shown_bytes(show))
 
 
 def _shown_bytes(show: Callable[[str], None]) -> Callable[[int, int], None]:

@@ -241,6 +241,8 @@ class Engine:
         self._abort_dropped()
         scheduler = self.scheduler
         scheduler.admit()
+        outside = torch.get_num_threads()
+        torch.set_num_threads(self.config.threads or outside)
         try:
             if scheduler.prefilling:
                 self.runner.prefill(scheduler.prefill_chunks())
@@ -252,6 +254,8 @@ class Engine:
             for request in [*scheduler.prefilling, *scheduler.running]:
                 self.abort(request)
             raise
+        finally:
+            torch.set_num_threads(outside)
 
     def abort(self, request: Request) -> None:
         """Drop a request at any time; nothing of it stays behind."""

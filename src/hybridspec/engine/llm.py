@@ -79,6 +79,7 @@ class LLM:
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: most tokens of a request, prompt included; None is the model's limit.
         memory_fraction: share of the GPU's memory to use; pools on CPU grow with use.
+        threads: CPU threads during a step; None is 1 for small models, else torch's own number.
         on_progress: called with the bytes of weights read so far and those of all files.
 
     Raises:
@@ -102,6 +103,7 @@ class LLM:
         device: str = "auto",
         max_model_len: int | None = None,
         memory_fraction: float = 0.9,
+        threads: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         config = EngineConfig(
@@ -115,6 +117,7 @@ class LLM:
             device=device,
             max_model_len=max_model_len,
             memory_fraction=memory_fraction,
+            threads=threads,
         )
         folder = model_folder(model, has_weights=not dummy_weights)
         try:

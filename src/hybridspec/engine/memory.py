@@ -16,6 +16,7 @@ __all__ = ["PoolPlan", "available_bytes", "plan_pools"]
 
 PAGE_SIZE = 64  # tokens per KV page
 CPU_MAX_SLOTS = 64
+SMALL_HIDDEN_SIZE = 512  # up to here a step is made of small operations, slower on two threads
 GPU_MAX_SLOTS = 256
 
 
@@ -51,12 +52,17 @@ def plan_pools(model: HybridModel, config: EngineConfig) -> tuple[EngineConfig, 
     if max_len > limit:
         raise ValueError(f"max_model_len: expected at most the model's {limit}, got {max_len}")
     state_dtype = model.config.state_dtype if config.state_dtype == "auto" else config.state_dtype
+    threads = config.threads
+    if threads is None and model.device.type == "cpu":
+        is_small = model.config.hidden_size <= SMALL_HIDDEN_SIZE
+        threads = 1 if is_small else torch.get_num_threads()
     resolved = replace(
         config,
         dtype=_name(model.dtype),
         state_dtype=_name(state_dtype),
         device=str(model.device),
         max_model_len=max_len,
+        threads=threads,
     )
     pages_per_slot = -(-max_len // PAGE_SIZE)
     has_mtp = model.mtp is not None and config.drafter not in ("lookup", "none")

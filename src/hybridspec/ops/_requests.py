@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Request", "live_requests", "read_at"]
+__all__ = ["Request", "check_distinct", "check_slots", "live_requests", "read_at", "read_batch"]
 
 
 class Request(NamedTuple):
@@ -30,8 +30,49 @@ def read_at(cursor: Tensor, slots: list[int]) -> list[int]:
     return [values[slot] for slot in slots]
 
 
+def check_slots(name: str, slots: list[int], num_slots: int) -> None:
+    """Raise ValueError if a slot, padding aside, is none of the pools'."""
+    if max(slots, default=-1) >= num_slots:
+        raise ValueError(f"{name}: expected slots below {num_slots}, got {slots}")
+
+
+def check_distinct(slots: list[int]) -> None:
+    """Raise ValueError if a slot occurs twice."""
+    if len(slots) > 1 and len(set(slots)) < len(slots):
+        raise ValueError(f"slots: expected no slot twice, got {slots}")
+
+
+def read_batch(
+    cu_seqlens: Tensor, slots: Tensor, *, num_rows: int, num_slots: int
+) -> tuple[list[int], list[int]]:
+    """Return row bounds and slots as numbers.
+
+    Args:
+        cu_seqlens: row bounds of the requests, [B+1]; in.
+        slots: slot of each request, -1 = padding, [B]; in.
+        num_rows: packed rows.
+        num_slots: slots of the pools.
+
+    Raises:
+        ValueError: if a bound is no row, bounds fall, or a slot is none of the pools'.
+    """
+    bounds, numbers = cu_seqlens.tolist(), slots.tolist()
+    check_slots("slots", numbers, num_slots)
+    if bounds[0] < 0 or bounds[-1] > num_rows or sorted(bounds) != bounds:
+        raise ValueError(
+            f"cu_seqlens: expected bounds that rise from 0 to at most {num_rows}, got {bounds}"
+        )
+    return bounds, numbers
+
+
 def live_requests(
-    cu_seqlens: Tensor, slots: Tensor, seq_len: Tensor, *, max_rows: int, max_name: str
+    cu_seqlens: Tensor,
+    slots: Tensor,
+    seq_len: Tensor,
+    *,
+    num_rows: int,
+    max_rows: int,
+    max_name: str,
 ) -> list[Request]:
     """List the requests that have a slot and at least one row, in row order.
 
@@ -39,17 +80,19 @@ def live_requests(
         cu_seqlens: row bounds of the requests, [B+1]; in.
         slots: slot of each request, -1 = padding, [B]; in.
         seq_len: positions stored so far, [S]; in.
+        num_rows: packed rows.
         max_rows: most rows that one request may have.
         max_name: name of the argument that `max_rows` came from, for the message.
 
     Raises:
-        ValueError: if a live request has more than `max_rows` rows.
+        ValueError: as `read_batch`, and if a live request has more than `max_rows` rows, a
+            negative position or the slot of another.
     """
-    bounds = cu_seqlens.tolist()
+    bounds, numbers = read_batch(cu_seqlens, slots, num_rows=num_rows, num_slots=seq_len.shape[0])
     requests = []
-    for index, slot in enumerate(slots.tolist()):
+    for index, slot in enumerate(numbers):
         start, stop = bounds[index], bounds[index + 1]
-        if slot < 0 or start >= stop:
+        if slot < 0 or start == stop:
             continue
         if stop - start > max_rows:
             raise ValueError(
@@ -57,5 +100,8 @@ def live_requests(
                 f"but request {index} has {stop - start}"
             )
         [position] = read_at(seq_len, [slot])
+        if position < 0:
+            raise ValueError(f"seq_len: expected 0 or more in slot {slot}, got {position}")
         requests.append(Request(start, stop, slot, position))
+    check_distinct([request.slot for request in requests])
     return requests

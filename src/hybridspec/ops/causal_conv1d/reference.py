@@ -30,7 +30,12 @@ def verify(
 ) -> None:
     """Append every row of `x` to its ring and write `out`; see `api.verify`."""
     requests = live_requests(
-        cu_seqlens, slots, seq_len, max_rows=max_verify_tokens, max_name="max_verify_tokens"
+        cu_seqlens,
+        slots,
+        seq_len,
+        num_rows=x.shape[0],
+        max_rows=max_verify_tokens,
+        max_name="max_verify_tokens",
     )
     num_channels, width = weight.shape
     dtype = _compute_dtype(x)
@@ -83,7 +88,14 @@ def prefill(
     out: Tensor,
 ) -> None:
     """Write `out` and store the last width - 1 rows of each request; see `api.prefill`."""
-    requests = live_requests(cu_seqlens, slots, seq_len, max_rows=max_seqlen, max_name="max_seqlen")
+    requests = live_requests(
+        cu_seqlens,
+        slots,
+        seq_len,
+        num_rows=x.shape[0],
+        max_rows=max_seqlen,
+        max_name="max_seqlen",
+    )
     if sum(stop - start for start, stop, _, _ in requests) != out.shape[0]:
         out.zero_()
     width = weight.shape[1]

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hybridspec.ops._requests import read_batch
 from hybridspec.ops.gated_delta_rule.reference import (
     absorb,
     compute_dtype,
@@ -39,9 +40,10 @@ def prefill(
 ) -> None:
     """Run prompts from their slots' states; see `hybridspec.ops.gated_delta_rule.prefill`."""
     dtype = compute_dtype(q, a, state)
-    bounds, live = cu_seqlens.tolist(), history_len.tolist()
+    bounds, numbers = read_batch(cu_seqlens, slots, num_rows=q.shape[0], num_slots=state.shape[0])
+    live = history_len.tolist()
     out.zero_()
-    for slot, first, last in zip(slots.tolist(), bounds[:-1], bounds[1:], strict=True):
+    for slot, first, last in zip(numbers, bounds[:-1], bounds[1:], strict=True):
         if slot < 0 or last == first:
             continue
         if live[slot]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridspec.ops._requests import read_at
+from hybridspec.ops._requests import check_slots, read_at
 from hybridspec.ops.gated_delta_rule.ring import RingView
 from hybridspec.ops.gated_delta_rule.rows import Rows
 from hybridspec.ops.norms.reference import gdn_gates, widened
@@ -244,12 +244,12 @@ def verify(
     beta_scale: float,
 ) -> None:
     """Check T_b rows of each request; see `hybridspec.ops.gated_delta_rule.verify`."""
-    rows = Rows.read(cu_seqlens, slots)
+    rows = Rows.read(cu_seqlens, slots, num_rows=q.shape[0], num_slots=state.shape[0])
     if not rows.slots:
         out.zero_()
         return
     dtype = compute_dtype(q, a, state)
-    starts, lengths = read_at(ring.ring_start, rows.slots), read_at(ring.history_len, rows.slots)
+    starts, lengths = _cursors(ring, rows.slots, rows.lengths)
     window = Window.read(ring, rows.slots, starts, lengths, dtype)
 
     x = widened(torch.cat((rows.by_head(k), rows.by_head(q)), 1), dtype)
@@ -286,6 +286,23 @@ def verify(
     _append(ring.cum_log_decay, since, rows, free)
 
 
+def _cursors(ring: RingView, slots: list[int], lengths: list[int]) -> tuple[list[int], list[int]]:
+    """Return ring_start and history_len of some slots, with room for so many rows behind them."""
+    starts, live = read_at(ring.ring_start, slots), read_at(ring.history_len, slots)
+    capacity = ring.k.shape[2]
+    for slot, start, n, size in zip(slots, starts, live, lengths, strict=True):
+        if not 0 <= start < capacity:
+            raise ValueError(
+                f"ring.ring_start: expected a row below {capacity} in slot {slot}, got {start}"
+            )
+        if not 0 <= n <= capacity - size:
+            raise ValueError(
+                f"ring.history_len: expected 0..{capacity - size} live rows in slot {slot}, ahead "
+                f"of {size} new ones, got {n}"
+            )
+    return starts, live
+
+
 def _fold_requests(
     state: Tensor,
     window: Window,
@@ -308,12 +325,13 @@ def materialize(
 ) -> None:
     """Write the state after the first live rows of each slot; see the public function."""
     dtype = compute_dtype(state)
-    starts, lengths = ring.ring_start.tolist(), ring.history_len.tolist()
-    for slot, target, asked in zip(slots, out_slots, num_rows, strict=True):
-        if slot < 0 or target < 0:
-            continue
-        n = max(0, min(asked, lengths[slot]))
-        window = Window.read(ring, [slot], [starts[slot]], [n], dtype)
+    check_slots("slots", slots, state.shape[0])
+    check_slots("out_slots", out_slots, state.shape[0])
+    calls = [call for call in zip(slots, out_slots, num_rows, strict=True) if min(call[:2]) >= 0]
+    starts, lengths = _cursors(ring, [slot for slot, _, _ in calls], [0] * len(calls))
+    for (slot, target, asked), start, length in zip(calls, starts, lengths, strict=True):
+        n = max(0, min(asked, length))
+        window = Window.read(ring, [slot], [start], [n], dtype)
         if target != slot:
             state[target].copy_(state[slot])
         absorb(state[target], window.k, window.u, window.cum)

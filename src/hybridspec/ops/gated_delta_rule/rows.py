@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from hybridspec.ops._requests import check_distinct, read_batch
+
 __all__ = ["Rows"]
 
 
@@ -33,9 +35,11 @@ class Rows(NamedTuple):
     is_dense: bool
 
     @classmethod
-    def read(cls, cu_seqlens: Tensor, slots: Tensor) -> Rows:
-        bounds, numbers = cu_seqlens.tolist(), slots.tolist()
+    def read(cls, cu_seqlens: Tensor, slots: Tensor, *, num_rows: int, num_slots: int) -> Rows:
+        """Read the batch; raises ValueError as `read_batch`, and for a slot that occurs twice."""
+        bounds, numbers = read_batch(cu_seqlens, slots, num_rows=num_rows, num_slots=num_slots)
         live = [i for i, slot in enumerate(numbers) if slot >= 0 and bounds[i + 1] > bounds[i]]
+        check_distinct([numbers[i] for i in live])
         firsts = [bounds[i] for i in live]
         lengths = [bounds[i + 1] - bounds[i] for i in live]
         size = max(lengths, default=0)

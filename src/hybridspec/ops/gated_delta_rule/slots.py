@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridspec.ops._backends import choose_backend
 from hybridspec.ops._library import register
+from hybridspec.ops._requests import check_slots
 from hybridspec.ops._triton_support import triton_or_reference
 from hybridspec.ops.gated_delta_rule import launch_slots
 from hybridspec.ops.gated_delta_rule.contracts import check_cursors, check_marks
@@ -158,6 +159,8 @@ def reset_slots(pools: Sequence[Tensor], slots: Tensor) -> None:
 
 def _checked_pools(pools: Sequence[Tensor]) -> list[Tensor]:
     for i, pool in enumerate(pools):
+        if not isinstance(pool, Tensor):
+            raise TypeError(f"pools[{i}]: expected a tensor [S, ...], got {type(pool).__name__}")
         if pool.dim() == 0 or pool.shape[0] != pools[0].shape[0]:
             raise ValueError(
                 f"pools[{i}]: expected {pools[0].shape[0]} slots like pools[0], "
@@ -179,8 +182,9 @@ def _decide_folds(
     if _choose("decide_folds", "auto", *arguments) == "triton":
         launch_slots.decide_folds(*arguments, max_window)
         return
-    history = history_len.tolist()
-    pairs = zip(slots.tolist(), num_verify_tokens.tolist(), strict=True)
+    history, numbers = history_len.tolist(), slots.tolist()
+    check_slots("slots", numbers, len(history))
+    pairs = zip(numbers, num_verify_tokens.tolist(), strict=True)
     marks = [slot >= 0 and n > 0 and history[slot] + n > max_window for slot, n in pairs]
     is_fold.copy_(torch.tensor(marks, dtype=torch.int8))
 
@@ -203,6 +207,7 @@ def _commit(
         launch_slots.commit(*arguments, ring_capacity)
         return
     positions, starts, lengths = seq_len.tolist(), ring_start.tolist(), history_len.tolist()
+    check_slots("slots", slots.tolist(), len(positions))
     marks = (slots, is_fold, num_verify_tokens, num_committed)
     for slot, fold, size, asked in zip(*(mark.tolist() for mark in marks), strict=True):
         if slot < 0:
@@ -221,6 +226,9 @@ def _copy_slots(pools: list[Tensor], src_slots: Tensor, dst_slots: Tensor) -> No
     if choose_backend(name, "auto", _slot_backends(src_slots), src_slots, pools) == "triton":
         launch_slots.copy_slots(pools, src_slots, dst_slots)
         return
+    for argument, slots in (("src_slots", src_slots), ("dst_slots", dst_slots)):
+        if pools:
+            check_slots(argument, slots.tolist(), pools[0].shape[0])
     is_live = (src_slots >= 0) & (dst_slots >= 0)
     source, target = src_slots[is_live].long(), dst_slots[is_live].long()
     for pool in pools:
@@ -232,6 +240,8 @@ def _reset_slots(pools: list[Tensor], slots: Tensor) -> None:
     if choose_backend(name, "auto", _slot_backends(slots), slots, pools) == "triton":
         launch_slots.reset_slots(pools, slots)
         return
+    if pools:
+        check_slots("slots", slots.tolist(), pools[0].shape[0])
     index = slots[slots >= 0].long()
     for pool in pools:
         pool.index_fill_(0, index, 0)

@@ -36,7 +36,12 @@ def verify(
 ) -> None:
     """Append the rows, then attend; see `api.verify`."""
     requests = live_requests(
-        cu_seqlens, slots, seq_len, max_rows=max_verify_tokens, max_name="max_verify_tokens"
+        cu_seqlens,
+        slots,
+        seq_len,
+        num_rows=q.shape[0],
+        max_rows=max_verify_tokens,
+        max_name="max_verify_tokens",
     )
     _zero_rows_of_nobody(out, requests)
     num_heads = k.shape[1]
@@ -61,7 +66,14 @@ def prefill(
     out: Tensor,
 ) -> None:
     """Append the rows, then attend in blocks of queries; see `api.prefill`."""
-    requests = live_requests(cu_seqlens, slots, seq_len, max_rows=max_seqlen, max_name="max_seqlen")
+    requests = live_requests(
+        cu_seqlens,
+        slots,
+        seq_len,
+        num_rows=q.shape[0],
+        max_rows=max_seqlen,
+        max_name="max_seqlen",
+    )
     _zero_rows_of_nobody(out, requests)
     num_heads = k.shape[1]
     for request in requests:
