@@ -84,7 +84,11 @@ def test_no_prompts(llm: LLM) -> None:
         ({"prompt_token_ids": 5}, TypeError, "^prompt_token_ids: expected"),
         ({"prompt_token_ids": [1] * 512}, ValueError, "^prompt: expected fewer tokens .* 512"),
         ({"prompts": ["a", "b"], "sampling_params": [GREEDY]}, ValueError, "^sampling_params: "),
-        ({"prompts": "a", "sampling_params": {"top_p": 1}}, TypeError, "^sampling_params: "),
+        (
+            {"prompts": "a", "sampling_params": {"top_p": 1}},
+            TypeError,
+            "^sampling_params: expected SamplingParams, got dict",
+        ),
         ({"prompts": "a", "sampling_params": 5}, TypeError, "^sampling_params: expected Samp"),
         ({"prompts": "a\ud800"}, ValueError, "^text: expected .* surrogate"),
         (
@@ -151,6 +155,11 @@ def test_bad_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="^max_model_len: expected at most the model's 512"):
         build_tiny_checkpoint(tmp_path)
         LLM(tmp_path, device="cpu", max_model_len=513)
+
+
+def test_what_it_prints_as(llm: LLM, folder: Path) -> None:
+    text = repr(llm)
+    assert text.startswith(f"LLM('{folder}'") and "draft_tokens=3" in text and "'cpu'" in text
 
 
 def test_describe(llm: LLM) -> None:

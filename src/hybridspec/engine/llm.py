@@ -128,6 +128,13 @@ class LLM:
             reason = str(error).strip().splitlines()[0]
             raise CapacityError(f"model: {folder} does not fit the memory ({reason})") from error
 
+    def __repr__(self) -> str:
+        config = self.config
+        return (
+            f"LLM({str(self._engine.folder)!r}, device={config.device!r}, dtype={config.dtype!r}, "
+            f"drafter={config.drafter!r}, draft_tokens={config.draft_tokens})"
+        )
+
     @property
     def config(self) -> EngineConfig:
         """Options with every "auto" resolved."""
@@ -318,8 +325,9 @@ class LLM:
         if isinstance(params, SamplingParams):
             each = [params] * len(items)
         else:
-            each = list(params) if isinstance(params, Iterable) else [params]
-            if len(each) != len(items):
+            is_one = isinstance(params, Mapping | str) or not isinstance(params, Iterable)
+            each = [params] if is_one else list(params)
+            if not is_one and len(each) != len(items):
                 raise ValueError(
                     f"sampling_params: expected one or {len(items)} (one per prompt), "
                     f"got {len(each)}"

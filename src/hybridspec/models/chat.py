@@ -147,7 +147,8 @@ class ChatTemplates:
             return self.templates[name]
         names = ", ".join(sorted(self.templates)) or "none"
         raise ValueError(
-            f"chat_template: {self.source} has no default template (it has {names}); give one"
+            f"chat_template: {self.source} has no default template (it has {names}); "
+            f"give one as chat_template"
         )
 
     def _rendered(self, text: str, variables: dict[str, Any], *, is_own: bool) -> str:
