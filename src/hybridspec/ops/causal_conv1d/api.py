@@ -152,20 +152,23 @@ def _prepare(
     out: Tensor | None,
 ) -> Tensor:
     """Check the call and return the output tensor; the explanation is looked for on failure."""
-    is_right = (
-        weight.ndim == 2
-        and x.shape[1:] == weight.shape[:1] == conv_ring.shape[2:]
-        and seq_len.shape == conv_ring.shape[:1]
-        and slots.ndim == 1
-        and cu_seqlens.shape == (slots.shape[0] + 1,)
-        and x.stride(1) == conv_ring.stride(2) == 1
-        and x.dtype in _FLOATS
-        and weight.dtype in _FLOATS
-        and conv_ring.dtype in _FLOATS
-        and seq_len.dtype in _INTEGERS
-        and cu_seqlens.dtype in _INTEGERS
-        and slots.dtype in _INTEGERS
-    )
+    try:
+        is_right = (
+            weight.ndim == 2
+            and x.shape[1:] == weight.shape[:1] == conv_ring.shape[2:]
+            and seq_len.shape == conv_ring.shape[:1]
+            and slots.ndim == 1
+            and cu_seqlens.shape == (slots.shape[0] + 1,)
+            and x.stride(1) == conv_ring.stride(2) == 1
+            and x.dtype in _FLOATS
+            and weight.dtype in _FLOATS
+            and conv_ring.dtype in _FLOATS
+            and seq_len.dtype in _INTEGERS
+            and cu_seqlens.dtype in _INTEGERS
+            and slots.dtype in _INTEGERS
+        )
+    except (AttributeError, IndexError, TypeError):  # no tensor, or of too few dimensions
+        is_right = False
     if not is_right:
         _explain(x, weight, conv_ring, seq_len, cu_seqlens, slots)
     if bias is not None:

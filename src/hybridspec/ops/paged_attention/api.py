@@ -169,30 +169,38 @@ def _prepare(
     out: Tensor | None,
 ) -> Tensor:
     """Check the call and return the output tensor; the explanation is looked for on failure."""
-    is_right = (
-        q.ndim == k.ndim == 3
-        and k.shape == v.shape
-        and k_pages.shape == v_pages.shape
-        and k.shape[1:] == k_pages.shape[2:]
-        and q.shape[::2] == k.shape[::2]
-        and q.shape[1] % k.shape[1] == 0
-        and 16 <= q.shape[2] <= 256
-        and q.shape[2] % 16 == 0
-        and page_table.ndim == 2
-        and seq_len.shape == page_table.shape[:1]
-        and slots.ndim == 1
-        and cu_seqlens.shape == (slots.shape[0] + 1,)
-        and q.stride(2) == k.stride(2) == v.stride(2) == k_pages.stride(3) == v_pages.stride(3) == 1
-        and q.dtype in _FLOATS
-        and k.dtype in _FLOATS
-        and v.dtype in _FLOATS
-        and k_pages.dtype in _FLOATS
-        and v_pages.dtype in _FLOATS
-        and page_table.dtype in _INTEGERS
-        and seq_len.dtype in _INTEGERS
-        and cu_seqlens.dtype in _INTEGERS
-        and slots.dtype in _INTEGERS
-    )
+    try:
+        is_right = (
+            q.ndim == k.ndim == 3
+            and k.shape == v.shape
+            and k_pages.shape == v_pages.shape
+            and k.shape[1:] == k_pages.shape[2:]
+            and q.shape[::2] == k.shape[::2]
+            and q.shape[1] % k.shape[1] == 0
+            and 16 <= q.shape[2] <= 256
+            and q.shape[2] % 16 == 0
+            and page_table.ndim == 2
+            and seq_len.shape == page_table.shape[:1]
+            and slots.ndim == 1
+            and cu_seqlens.shape == (slots.shape[0] + 1,)
+            and q.stride(2)
+            == k.stride(2)
+            == v.stride(2)
+            == k_pages.stride(3)
+            == v_pages.stride(3)
+            == 1
+            and q.dtype in _FLOATS
+            and k.dtype in _FLOATS
+            and v.dtype in _FLOATS
+            and k_pages.dtype in _FLOATS
+            and v_pages.dtype in _FLOATS
+            and page_table.dtype in _INTEGERS
+            and seq_len.dtype in _INTEGERS
+            and cu_seqlens.dtype in _INTEGERS
+            and slots.dtype in _INTEGERS
+        )
+    except (AttributeError, IndexError, TypeError):  # no tensor, or of too few dimensions
+        is_right = False
     if not is_right:
         _explain(q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots)
     if out is None:
