@@ -323,7 +323,7 @@ class LLM:
         if params is None:
             params = self.default_sampling_params()
         if isinstance(params, SamplingParams):
-            each = [params] * len(items)
+            each: list[Any] = [params] * len(items)
         else:
             is_one = isinstance(params, Mapping | str) or not isinstance(params, Iterable)
             each = [params] if is_one else list(params)
