@@ -55,16 +55,17 @@ def test_token_b_is_byte_b() -> None:
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     text = "\x00\t\r\n def f(): # naïve ∑ 🙂\x7f  \n\n"
     text += "".join(chr(code) for code in range(0x250))
-    assert tokenizer.encode(text).ids == list(text.encode())
+    assert tokenizer.encode(text).ids == [256, *text.encode()]
+    assert tokenizer.encode(text, add_special_tokens=False).ids == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
     assert [tokenizer.token_to_id(tokenizer.id_to_token(b)) for b in range(256)] == [*range(256)]
-    assert tokenizer.encode("<|file|>x").ids == [256, ord("x")]
+    assert tokenizer.encode("<|file|>x").ids == [256, 256, ord("x")]
 
 
 def test_transformers_reads_the_tokenizer() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     text = "    return 'é', <b>\n"
-    assert tokenizer(text).input_ids == list(text.encode())
+    assert tokenizer(text).input_ids == [256, *text.encode()]
     assert tokenizer.decode(list(text.encode())) == text
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 256)
 

@@ -46,7 +46,7 @@ def test_speculation_changes_nothing_but_the_steps(
     assert len(with_drafts["acceptance_by_position"]) == 3
     assert all(0.3 < rate <= 1 for rate in with_drafts["acceptance_by_position"])
     assert with_drafts["tokens_per_second"] > 0
-    assert with_drafts["usage"]["prompt_tokens"] == 512
+    assert with_drafts["usage"]["prompt_tokens"] == 513  # and the token before a text
 
 
 def test_every_draft_length_gives_the_same_text(cli: Callable) -> None:
@@ -76,7 +76,7 @@ def test_a_stop_string_ends_the_text_before_it(cli: Callable) -> None:
 
 def test_text_beyond_ascii_goes_in_and_out(cli: Callable) -> None:
     outcome = document(cli, "generate", "# naïve café ✓ 模型\n", "--max-tokens", "4")
-    assert outcome["usage"]["prompt_tokens"] == len("# naïve café ✓ 模型\n".encode())
+    assert outcome["usage"]["prompt_tokens"] == 1 + len("# naïve café ✓ 模型\n".encode())
 
 
 def test_a_trace_shows_folds_and_rejections(cli: Callable, no_input: None) -> None:
@@ -115,7 +115,7 @@ def test_a_prompt_longer_than_the_context(cli: Callable) -> None:
     outcome = cli("generate", "x" * 5000)
     assert (outcome.status, outcome.out) == (2, "")
     assert "4096" in outcome.err
-    assert "5000" in outcome.err
+    assert "5001" in outcome.err
 
 
 def test_the_bundled_files() -> None:

@@ -29,7 +29,7 @@ def test_several_continuations(cli: Callable) -> None:
     shown = cli(*PROMPT, *sampling, "--n", "3").out
     for number, text in enumerate(texts, start=1):
         assert f"continuation {number} of 3 (ended by length)\n{text}\n" in shown
-    assert "tokens: 36 after a prompt of 10 (ended by length, length, length)" in shown
+    assert "tokens: 36 after a prompt of 11 (ended by length, length, length)" in shown
     traced = document(cli, *sampling, "--n", "3", "--trace")["steps"]
     assert {step["index"] for step in traced} == {0, 1, 2}
 
@@ -43,7 +43,7 @@ def test_logprobs(cli: Callable) -> None:
         assert report[0]["text"] == chr(token)
         assert sum(math.exp(entry["logprob"]) for entry in report) <= 1
     assert found["prompt_logprobs"][0] is None
-    assert "".join(report[0]["text"] for report in found["prompt_logprobs"][1:]) == "mport os\n"
+    assert "".join(report[0]["text"] for report in found["prompt_logprobs"][1:]) == "import os\n"
     assert "logprobs" not in document(cli)
     two = document(cli, "--logprobs", "0", "--n", "2")["logprobs"]
     assert [len(reports) for reports in two] == [12, 12]
@@ -53,7 +53,7 @@ def test_logprobs_as_text(cli: Callable) -> None:
     lines = cli(*PROMPT, "--logprobs", "1", "--prompt-logprobs", "1", "--quiet").out.splitlines()
     heading = "log-probability, rank, token, most likely tokens: "
     start = lines.index(f"{heading}prompt")
-    assert [line.split()[2] for line in lines[start + 1 : start + 4]] == ['"m"', '"p"', '"o"']
+    assert [line.split()[2] for line in lines[start + 1 : start + 4]] == ['"i"', '"m"', '"p"']
     start = lines.index(f"{heading}continuation 1")
     assert len(lines[start + 1 :]) == 12
     assert all(line.split()[1] == "1" for line in lines[start + 1 :])

@@ -99,10 +99,16 @@ def model_config(config: DemoConfig) -> dict:
 
 
 def tokenizer_definition() -> dict:
-    """A byte-level BPE without merges whose token b is byte b; 256 begins and ends a file."""
+    """A byte-level BPE without merges whose token b is byte b; 256 begins and ends a file.
+
+    A text is taken for the beginning of a file: without 256 in front, the model is in the middle of
+    one, where blanks are the likeliest bytes.
+    """
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     file_token = {"id": FILE_TOKEN_ID, "content": FILE_TOKEN, "special": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    begin = {"SpecialToken": {"id": FILE_TOKEN, "type_id": 0}}
+    text, other = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
         "version": "1.0",
         "truncation": None,
@@ -110,7 +116,14 @@ def tokenizer_definition() -> dict:
         "added_tokens": [file_token | flags],
         "normalizer": None,
         "pre_tokenizer": byte_level | {"use_regex": False},
-        "post_processor": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [begin, text],
+            "pair": [begin, text, other],
+            "special_tokens": {
+                FILE_TOKEN: {"id": FILE_TOKEN, "ids": [FILE_TOKEN_ID], "tokens": [FILE_TOKEN]}
+            },
+        },
         "decoder": byte_level | {"use_regex": False},
         "model": {
             "type": "BPE",

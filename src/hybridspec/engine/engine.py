@@ -157,7 +157,9 @@ class Engine:
                     f"give prompt_token_ids"
                 )
             text = prompt
-            prompt = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            # An empty text stays empty: what the tokenizer puts around it is no prompt.
+            has_specials = add_special_tokens and text != ""
+            prompt = self.tokenizer.encode(text, add_special_tokens=has_specials)
         ids = self._checked(prompt)
         vocab = self.model.config.vocab_size
         check_params(
