@@ -66,6 +66,34 @@ def plain(base: Path) -> list[list[int]]:
     return tokens_of(LLM(base, draft_tokens=0, device="cpu"))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_drafts_are_those_of_a_fresh_prefill(base: Path, temperature: float) -> None:
+    """Steps with rejects leave the head's log as a prefill of the same tokens makes it."""
+    params = SamplingParams(temperature=temperature, seed=8, max_tokens=60, ignore_eos=True)
+    engine, fresh = (
+        LLM(base, draft_tokens=3, verify_rows=99, device="cpu")._engine for _ in range(2)
+    )
+    request = engine.make_request(make_prompts()[3], params)
+    engine.add(request)
+    compared = 0
+    while engine.has_work:
+        engine.step()
+        if request.finish_reason or request.max_useful_drafts < 3:
+            continue
+        twin = fresh.make_request(request.history.tolist()[:-1], params)
+        fresh.add(twin)
+        with torch.inference_mode():
+            fresh.scheduler.admit()
+            fresh.runner.prefill(fresh.scheduler.prefill_chunks())
+        assert twin.newest_token == request.newest_token
+        assert twin.draft.tokens == request.draft.tokens
+        assert twin.draft.confidences == pytest.approx(request.draft.confidences, abs=1e-4)
+        fresh.abort(twin)
+        compared += 1
+    accepted = sum(request.stats.accepted_per_step)
+    assert compared > 20 and 0 < accepted < sum(request.stats.drafted_per_step)
+
+
 @pytest.mark.parametrize("verify_rows", [None, 9])
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_lookup_changes_no_token(
