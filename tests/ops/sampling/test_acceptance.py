@@ -216,3 +216,7 @@ def test_wrong_calls() -> None:
     probs = torch.ones(3, 4) / 4
     with pytest.raises(ValueError, match="draft_probs: expected shape"):
         rejection_sample(probs, probs[:, :2], tokens, bounds, torch.zeros(3), probs)
+    with pytest.raises(TypeError, match="cu_seqlens: expected dtype int32, int64, got float32"):
+        accept_drafts(tokens, tokens, bounds.float())
+    with pytest.raises(TypeError, match="draft_tokens: expected dtype int64, got float32"):
+        rejection_sample(probs, probs, tokens.float(), bounds, torch.zeros(3), probs)

@@ -189,3 +189,7 @@ def test_wrong_calls() -> None:
         sample(logits, ones, None, None, None, torch.zeros(2, 4, dtype=torch.float64))
     with pytest.raises(ValueError, match="temperature: expected shape"):
         sample(logits, torch.ones(3), None, None, None, None)
+    with pytest.raises(TypeError, match=r"logits: expected a tensor \[N V\]"):
+        process_logits(None, ones)
+    with pytest.raises(ValueError, match="top_k: expected shape"):
+        process_logits(logits, ones, torch.ones(3, dtype=torch.int32))

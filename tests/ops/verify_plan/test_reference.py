@@ -266,6 +266,7 @@ def small_call() -> dict:
     ("change", "error", "message"),
     [
         ({"confidences": torch.rand(2, 2)}, ValueError, "confidences: expected shape"),
+        ({"confidences": None}, TypeError, "confidences: expected a tensor"),
         ({"confidences": torch.ones(2, 3).int()}, TypeError, "confidences: expected dtype"),
         ({"confidences": torch.rand(3, 2).T}, ValueError, "confidences: expected a last stride"),
         ({"token_ids": torch.zeros(2, 4).int()}, TypeError, "token_ids: expected dtype int64"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import Dims, check
+from .._checks import Dims, check, check_dtype
 
 __all__ = ["accept_drafts", "rejection_sample"]
 
@@ -47,11 +47,13 @@ def accept_drafts(sampled: Tensor, draft_tokens: Tensor, cu_seqlens: Tensor) -> 
 
     Raises:
         ValueError: if the shapes disagree.
+        TypeError: if a dtype is wrong.
     """
     dims: Dims = {}
     check("sampled", sampled, "N", dims)
     check("draft_tokens", draft_tokens, "N", dims)
     check("cu_seqlens", cu_seqlens, "C", dims)
+    check_dtype("cu_seqlens", cu_seqlens, torch.int32, torch.int64)
     if sampled.shape[0] == 0:
         return torch.zeros(cu_seqlens.shape[0] - 1, dtype=torch.int32, device=sampled.device)
     return _leading_true(draft_tokens[1:] == sampled[:-1], cu_seqlens)
@@ -87,6 +89,7 @@ def rejection_sample(
 
     Raises:
         ValueError: if the shapes disagree.
+        TypeError: if a dtype is wrong.
 
     Source:
         Leviathan, Kalman, Matias: Fast inference from transformers via speculative decoding
@@ -99,6 +102,8 @@ def rejection_sample(
     check("uniforms", uniforms, "N", dims)
     check("noise", noise, "N V", dims)
     check("cu_seqlens", cu_seqlens, "C", dims)
+    check_dtype("draft_tokens", draft_tokens, torch.int64)
+    check_dtype("cu_seqlens", cu_seqlens, torch.int32, torch.int64)
     num_requests = cu_seqlens.shape[0] - 1
     if target_probs.shape[0] == 0:
         none = torch.zeros(num_requests, dtype=torch.int32, device=target_probs.device)

@@ -43,9 +43,18 @@ def process_logits(
     Returns:
         [N, V], fp32; the largest entry of a row is 0.
 
+    Raises:
+        ValueError: if shapes disagree.
+
     Numerics:
         fp32 throughout. The cumulative probabilities of top_p are an fp32 sum.
     """
+    dims: Dims = {}
+    check("logits", logits, "N V", dims)
+    check("temperature", temperature, "N", dims)
+    for name, values in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
+        if values is not None:
+            check(name, values, "N", dims)
     x = logits.to(torch.float32)
     x = x - x.amax(-1, keepdim=True)
     x = x / torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)
@@ -118,9 +127,6 @@ def sample(
         return logits.argmax(-1)
     check("noise", noise, "N V", dims)
     check_dtype("noise", noise, torch.float32)
-    for name, values in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
-        if values is not None:
-            check(name, values, "N", dims)
     x = process_logits(logits, temperature, top_k, top_p, min_p)
     is_random = (temperature > 0).unsqueeze(-1)
     return (x + torch.where(is_random, noise, 0.0)).argmax(-1)

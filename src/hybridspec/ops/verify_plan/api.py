@@ -188,7 +188,11 @@ def plan_step(
     dims: Dims = {}
     _check_build(token_ids, slots, seq_len, history_len, plan, dims)
     k = dims["k"] = dims["T"] - 1
-    if confidences.dim() == 2 and confidences.shape[1] == dims["T"]:
+    if (
+        isinstance(confidences, Tensor)
+        and confidences.dim() == 2
+        and confidences.shape[1] == dims["T"]
+    ):
         confidences = confidences[:, :k]
     check("confidences", confidences, "B k", dims)
     capacity = plan.token_ids.shape[0]
