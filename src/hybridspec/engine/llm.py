@@ -53,7 +53,7 @@ class EngineInfo:
 
 
 class LLM:
-    """A hybrid language model that decodes speculatively, exactly.
+    """A hybrid language model that decodes speculatively, exactly; threads may share it.
 
     Example:
         >>> from hybridspec import LLM, SamplingParams
