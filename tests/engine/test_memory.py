@@ -14,6 +14,7 @@ from helpers.tiny_checkpoints import TinyCheckpoint, build_tiny_checkpoint
 from hybridspec import LLM, SamplingParams
 from hybridspec.runtime import Allocator, Pools
 from hybridspec.runtime import pools as pools_module
+from hybridspec.runtime import slots as slots_module
 
 PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 PROMPT = list(range(20))
@@ -191,6 +192,27 @@ def test_growing_that_fails_changes_nothing(
     got += [token for step in running for token in step.token_ids]
     assert got == expected[0]
     assert tokens_of(llm, prompts) == expected
+
+
+def test_an_interrupted_admission_loses_no_slot(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(tiny.folder, draft_tokens=3, device="cpu")
+    allocator, pools = llm._engine.allocator, llm._engine.pools
+    expected = tokens_of(llm, [PROMPT])
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(slots_module, "reset_slots", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompt_token_ids=[PROMPT], sampling_params=PARAMS)
+    assert allocator.num_live == 0
+    assert tokens_of(llm, [PROMPT]) == expected
+    assert (pools.num_slots, pools.num_pages) == (1, pools.page_table.shape[1])
+    assert sorted(allocator._free_pages) == list(range(pools.num_pages))
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:

@@ -62,15 +62,17 @@ class Allocator:
         pages = self.pages_for(num_tokens)
         if not self._ensure(pages):
             return None
-        slot = self._free_slots.pop()
-        mine = [self._free_pages.pop() for _ in range(pages)]
-        self._pages[slot] = mine
+        slot, mine = self._free_slots[-1], self._free_pages[: -pages - 1 : -1]
         pools = self.pools
         row = torch.full((pools.page_table.shape[1],), -1, dtype=torch.int32)
         row[:pages] = torch.tensor(mine, dtype=torch.int32)
         pools.page_table[slot] = row.to(pools.device)
         slots = torch.tensor([slot], dtype=torch.int32, device=pools.device)
         reset_slots(pools.slot_tensors(), slots)
+        # Last, so that nothing is lost where the above is interrupted.
+        self._pages[slot] = mine
+        self._free_slots.pop()
+        del self._free_pages[-pages:]
         return slot
 
     def release(self, slot: int) -> None:
