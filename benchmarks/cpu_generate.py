@@ -13,7 +13,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import torch
 import hybridspec
 from hybridspec import LLM, SamplingParams
 from hybridspec.bundled import bundled_model_path, held_out_prompts
+from measured_commit import measured_commit
 
 Generate = Callable[[list[int]], list[int]]
 
@@ -59,15 +59,6 @@ def engine_generate(draft_tokens: int, max_tokens: int) -> tuple[LLM, Generate]:
         return result.outputs[0].token_ids
 
     return llm, generate
-
-
-def commit() -> str:
-    """Name the commit that is measured."""
-    folder = Path(__file__).resolve().parent
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True
-    )
-    return done.stdout.strip() or "unknown"
 
 
 def arguments() -> argparse.Namespace:
@@ -123,7 +114,7 @@ def main() -> int:
     result = {
         "benchmark": "cpu_generate",
         "hybridspec": hybridspec.__version__,
-        "commit": commit(),
+        "commit": measured_commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import platform
 import statistics
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
+
+from measured_commit import measured_commit
 
 __all__ = ["BEST_READ_RATE", "Timing", "Variant", "environment", "read_pool", "time_interleaved"]
 
@@ -91,15 +91,11 @@ def time_interleaved(variants: list[Variant], iterations: int) -> dict[str, Timi
 
 def environment() -> dict[str, str]:
     """GPU, versions and commit of a run."""
-    folder = Path(__file__).resolve().parent
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True
-    )
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": measured_commit(),
     }

@@ -14,7 +14,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from torch import Tensor
 
 import hybridspec
 from hybridspec.runtime.tensor_cache import TensorCache
+from measured_commit import measured_commit
 
 Alloc = Callable[[tuple[int, ...], torch.dtype], Tensor]
 SHAPES = [(4, 192), (64, 2048), (1024, 8192), (4096, 8192)]
@@ -308,15 +308,6 @@ def print_tables(name: str, allocs: list[dict], steps: list[dict]) -> None:
         )
 
 
-def commit() -> str:
-    """Name the commit that is measured."""
-    folder = Path(__file__).resolve().parent
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True
-    )
-    return done.stdout.strip() or "unknown"
-
-
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -341,7 +332,7 @@ def main() -> None:
     result: dict[str, object] = {
         "benchmark": "tensor_cache",
         "hybridspec": hybridspec.__version__,
-        "commit": commit(),
+        "commit": measured_commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import triton.language as tl
 
 from hybridspec.compat import lightllm
 from hybridspec.ops.verify_plan import VerifyPlan, launch, reference
+from measured_commit import measured_commit
 
 REPEATS = 80
 CALLS = 20
@@ -168,19 +168,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="file for the JSON")
     parser.add_argument("--commit", help="commit to name in the result; default: ask git")
     arguments = parser.parse_args()
-    commit = (
-        arguments.commit
-        or subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
-        ).stdout.strip()
-    )
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     rows = [measure(name, call, flush) for name, call in variants()]
     result = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": commit,
+        "commit": arguments.commit or measured_commit(),
         "repeats": REPEATS,
         "rows": rows,
     }
