@@ -1,0 +1,191 @@
+"""Attention of FlashAttention-3, whichever build is installed; it is imported when it is needed.
+
+Two builds have the same function `flash_attn_with_kvcache`: the package fa3-fwd, which is on PyPI
+and takes one contiguous cache per slot, and FlashAttention's own, which takes page tables too.
+Keys and values are appended here, since the library would append those of padding as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from hybridspec.ops._triton_support import capability
+from hybridspec.ops.paged_attention.append import append_rows
+from hybridspec.ops.verify_plan import copy_page_table
+
+__all__ = ["Build", "explain", "installed_build", "verify"]
+
+_BUILDS = (("fa3_fwd_interface", "fa3_fwd_config"), ("flash_attn_interface", "flash_attn_config"))
+_HOPPER = (9, 0)
+_HEAD_DIMS = (64, 96, 128, 192, 256)
+_ALIGNMENT = 16  # bytes, of addresses and strides
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """An importable build of FlashAttention-3.
+
+    Attributes:
+        name: the module.
+        library: the module itself.
+        disabled: what it was compiled without, such as "PAGEDKV".
+    """
+
+    name: str
+    library: ModuleType
+    disabled: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def has_pages(self) -> bool:
+        return "PAGEDKV" not in self.disabled
+
+
+@functools.cache
+def installed_build(has_pages: bool = False) -> Build | str:
+    """Import the first build that serves a layout of the cache; else say why there is none.
+
+    Args:
+        has_pages: whether the caches are paged.
+    """
+    reasons = []
+    for name, config_name in _BUILDS:
+        if importlib.util.find_spec(name) is None:
+            continue
+        try:
+            build = Build(name, importlib.import_module(name), _disabled(config_name))
+        except (ImportError, OSError, RuntimeError) as error:
+            reasons.append(f"{name} cannot be imported: {str(error).splitlines()[0]}")
+            continue
+        if build.has_pages or not has_pages:
+            return build
+        reasons.append(f"{name} was built without page tables; it takes one page per slot")
+    return "; ".join(reasons) or "not installed: neither fa3_fwd_interface (PyPI: fa3-fwd) nor " + (
+        "flash_attn_interface can be found"
+    )
+
+
+def _disabled(config_name: str) -> frozenset[str]:
+    """Read what a build says that it was compiled without; nothing where it says nothing."""
+    if importlib.util.find_spec(config_name) is None:
+        return frozenset()
+    flags = importlib.import_module(config_name).CONFIG["build_flags"]
+    prefix = "FLASHATTENTION_DISABLE_"
+    return frozenset(name.removeprefix(prefix) for name, is_off in flags.items() if is_off)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_len: Tensor,
+    cu_seqlens: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    max_verify_tokens: int,
+) -> str | None:
+    """Say why FlashAttention-3 cannot serve a call, or return None."""
+    if not q.is_cuda:
+        return "the tensors are not on a CUDA device"
+    device = capability(q)
+    if device != _HOPPER:
+        return f"hardware sm_{device[0]}{device[1]}: FlashAttention-3 is for sm_90"
+    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages), ("slots", slots)):
+        if tensor.device != q.device:
+            return f"{name} is on {tensor.device}, q is on {q.device}"
+    reason = _explain_dtypes(q, k_pages, v_pages) or _explain_strides(q, k_pages, v_pages)
+    if reason is not None:
+        return reason
+    build = installed_build(page_table.shape[1] != 1)
+    return build if isinstance(build, str) else _explain_build(build, q)
+
+
+def _explain_dtypes(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> str | None:
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"q has dtype {_name(q.dtype)}; FlashAttention-3 takes bfloat16 and float16"
+    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if tensor.dtype != q.dtype:
+            return f"{name} has dtype {_name(tensor.dtype)}, q has {_name(q.dtype)}"
+    return None
+
+
+def _explain_strides(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> str | None:
+    elements = _ALIGNMENT // q.element_size()
+    for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
+        strides = tensor.stride()
+        if tensor.data_ptr() % _ALIGNMENT or any(stride % elements for stride in strides[:-1]):
+            return f"{name} is not aligned to {_ALIGNMENT} bytes (strides {strides})"
+    return None
+
+
+def _explain_build(build: Build, q: Tensor) -> str | None:
+    """Say what a build was compiled without that a call needs."""
+    if q.dtype == torch.float16 and "FP16" in build.disabled:
+        return f"{build.name} was built without float16"
+    if "VARLEN" in build.disabled:
+        return f"{build.name} was built without ragged batches"
+    head_dim = q.shape[2]
+    if not any(dim >= head_dim and f"HDIM{dim}" not in build.disabled for dim in _HEAD_DIMS):
+        return f"{build.name} was built without head size {head_dim}"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_len: Tensor,
+    cu_seqlens: Tensor,
+    slots: Tensor,
+    max_verify_tokens: int,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Append the rows, then attend; arguments as `api.verify`.
+
+    A request that is padding, or has no rows, has no keys either and reads none. With one page per
+    slot the pages are the caches and the first page number says which; otherwise the rows of the
+    page table are copied in the order of the batch, as the library wants them. That branch was not
+    run here: fa3-fwd refuses page tables.
+    """
+    has_pages = page_table.shape[1] != 1
+    build = installed_build(has_pages)
+    assert isinstance(build, Build)
+    rows = append_rows(k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots)
+    if q.shape[0] == 0 or slots.shape[0] == 0:
+        out.zero_()
+        return
+    layout: dict[str, Tensor] = {"cache_batch_idx": rows.first_page}
+    if has_pages:
+        table = page_table.new_empty(slots.shape[0], page_table.shape[1], dtype=torch.int32)
+        copy_page_table(table, page_table, slots.clamp(min=0))
+        layout = {"page_table": table}
+    y = build.library.flash_attn_with_kvcache(
+        q,
+        k_pages,
+        v_pages,
+        cache_seqlens=rows.kv_len,
+        cu_seqlens_q=cu_seqlens.to(torch.int32),
+        max_seqlen_q=max_verify_tokens,
+        softmax_scale=scale,
+        causal=True,
+        **layout,
+    )
+    # By selection: the library leaves rows that belong to no request as they were.
+    out.copy_(y.masked_fill_(rows.is_dead[:, None, None], 0.0))
