@@ -6,16 +6,24 @@ import torch
 from torch import Tensor
 
 from hybridspec.errors import UnsupportedError
-from hybridspec.ops._backends import always, choose_backend
+from hybridspec.ops._backends import Supports, always, choose_backend
 from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
 from hybridspec.ops._library import register
-from hybridspec.ops.paged_attention import reference
+from hybridspec.ops.paged_attention import fa3, launch, reference
 
 __all__ = ["prefill", "verify"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
-_BACKENDS = {"reference": always}
+_PREFILL_BACKENDS = {"reference": always}
+# In order of preference; measured in benchmarks/attention_verify.py.
+_VERIFY_BACKENDS: dict[str, Supports] = {
+    "triton": launch.explain_verify,
+    "fa3": fa3.explain,
+    "reference": always,
+}
+_VERIFY_BACKENDS_ON_CPU: dict[str, Supports] = {"reference": always, **_VERIFY_BACKENDS}
+_VERIFY = {"triton": launch.verify, "fa3": fa3.verify, "reference": reference.verify}
 _ARGUMENTS = (
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor page_table, "
     "Tensor seq_len, Tensor cu_seqlens, Tensor slots, int max_rows, float scale, Tensor(c!) out, "
@@ -64,14 +72,15 @@ def verify(
         max_verify_tokens: most rows of one request.
         scale: factor of the scores; None is D ** -0.5.
         out: where to write, [N, Hq, D], dtype of q; out.
-        backend: "auto" or "reference".
+        backend: "auto", "triton", "fa3" or "reference".
 
     Returns:
         [N, Hq, D] in the dtype of `q`; zeros in rows that belong to no slot.
 
     Raises:
         TypeError: for a dtype that is not supported.
-        UnsupportedError: for a head size that is not supported.
+        UnsupportedError: for a head size that is not supported, or if the backend asked for cannot
+            serve the call; the message says why.
         ValueError: for a wrong shape, stride or backend, or (reference) more rows in a request
             than `max_verify_tokens`, more positions than the page table holds, or a live entry of
             the page table that is no page.
@@ -254,12 +263,16 @@ def _explain(
 
 
 def _verify(q: Tensor, *args) -> None:
-    choose_backend("paged_attention.verify", args[-1], _BACKENDS)
-    reference.verify(q, *args[:-1])
+    *tensors, max_verify_tokens, scale, out, backend = args
+    backends = _VERIFY_BACKENDS if q.is_cuda else _VERIFY_BACKENDS_ON_CPU
+    name = choose_backend(
+        "paged_attention.verify", backend, backends, q, *tensors, out, max_verify_tokens
+    )
+    _VERIFY[name](q, *tensors, max_verify_tokens, scale, out)
 
 
 def _prefill(q: Tensor, *args) -> None:
-    choose_backend("paged_attention.prefill", args[-1], _BACKENDS)
+    choose_backend("paged_attention.prefill", args[-1], _PREFILL_BACKENDS)
     reference.prefill(q, *args[:-1])
 
 
