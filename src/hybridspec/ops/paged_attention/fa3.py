@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hybridspec.ops._triton_support import capability
+from hybridspec.ops._triton_support import CPU_CAPABILITY, capability
 from hybridspec.ops.paged_attention.append import append_rows
 from hybridspec.ops.verify_plan import copy_page_table
 
@@ -94,9 +94,9 @@ def explain(
     max_verify_tokens: int,
 ) -> str | None:
     """Say why FlashAttention-3 cannot serve a call, or return None."""
-    if not q.is_cuda:
-        return "the tensors are not on a CUDA device"
     device = capability(q)
+    if device == CPU_CAPABILITY:
+        return "the tensors are not on a CUDA device"
     if device != _HOPPER:
         return f"hardware sm_{device[0]}{device[1]}: FlashAttention-3 is for sm_90"
     for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages), ("slots", slots)):
