@@ -11,11 +11,13 @@ from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
 from hybridspec.ops._library import register
 from hybridspec.ops.paged_attention import fa3, launch, reference
 
-__all__ = ["prefill", "verify"]
+__all__ = ["prefill", "prefill_backends", "verify", "verify_backends"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
-_PREFILL_BACKENDS = {"reference": always}
+_PREFILL_BACKENDS: dict[str, Supports] = {"fa3": fa3.explain, "reference": always}
+_PREFILL_BACKENDS_ON_CPU: dict[str, Supports] = {"reference": always, "fa3": fa3.explain}
+_PREFILL = {"fa3": fa3.verify, "reference": reference.prefill}
 # In order of preference; measured in benchmarks/attention_verify.py.
 _VERIFY_BACKENDS: dict[str, Supports] = {
     "triton": launch.explain_verify,
@@ -137,14 +139,15 @@ def prefill(
         max_seqlen: most rows of one request.
         scale: factor of the scores; None is D ** -0.5.
         out: where to write, [N, Hq, D], dtype of q; out.
-        backend: "auto" or "reference".
+        backend: "auto", "fa3" or "reference".
 
     Returns:
         [N, Hq, D] in the dtype of `q`; zeros in rows that belong to no slot.
 
     Raises:
         TypeError: for a dtype that is not supported.
-        UnsupportedError: for a head size that is not supported.
+        UnsupportedError: for a head size that is not supported, or if the backend asked for cannot
+            serve the call; the message says why.
         ValueError: for a wrong shape, stride or backend, or (reference) more rows in a request
             than `max_seqlen`, more positions than the page table holds, or a live entry of the
             page table that is no page.
@@ -262,18 +265,30 @@ def _explain(
         check_dtype(name, tensor, *_INTEGERS)
 
 
+def verify_backends(q: Tensor) -> dict[str, Supports]:
+    """What may serve a verify call on the device of `q`, in order of preference."""
+    return _VERIFY_BACKENDS if q.is_cuda else _VERIFY_BACKENDS_ON_CPU
+
+
+def prefill_backends(q: Tensor) -> dict[str, Supports]:
+    """What may serve a prefill call on the device of `q`, in order of preference."""
+    return _PREFILL_BACKENDS if q.is_cuda else _PREFILL_BACKENDS_ON_CPU
+
+
 def _verify(q: Tensor, *args) -> None:
     *tensors, max_verify_tokens, scale, out, backend = args
-    backends = _VERIFY_BACKENDS if q.is_cuda else _VERIFY_BACKENDS_ON_CPU
     name = choose_backend(
-        "paged_attention.verify", backend, backends, q, *tensors, out, max_verify_tokens
+        "paged_attention.verify", backend, verify_backends(q), q, *tensors, out, max_verify_tokens
     )
     _VERIFY[name](q, *tensors, max_verify_tokens, scale, out)
 
 
 def _prefill(q: Tensor, *args) -> None:
-    choose_backend("paged_attention.prefill", args[-1], _PREFILL_BACKENDS)
-    reference.prefill(q, *args[:-1])
+    *tensors, max_seqlen, scale, out, backend = args
+    name = choose_backend(
+        "paged_attention.prefill", backend, prefill_backends(q), q, *tensors, out, max_seqlen
+    )
+    _PREFILL[name](q, *tensors, max_seqlen, scale, out)
 
 
 _verify_op = register(f"paged_attention_verify{_ARGUMENTS}", _verify)
