@@ -43,6 +43,7 @@ def new_case(num_requests: int, num_drafts: int, kind: str, device: str) -> dict
         "slots": slots,
         "seq_len": torch.randint(0, 9000, (num_requests,), generator=generator).to(torch.int32),
         "history_len": torch.randint(0, 17, (num_requests,), generator=generator).to(torch.int32),
+        "ring_start": torch.randint(0, 32, (num_requests,), generator=generator).to(torch.int32),
     }
     return {name: tensor.to(device) for name, tensor in case.items()}
 

@@ -237,6 +237,27 @@ def test_seeds(tiny: TinyCheckpoint) -> None:
     assert tokens(None) != tokens(None)
 
 
+def test_requests_admitted_together_fold_in_different_steps(tiny: TinyCheckpoint) -> None:
+    """Eight equal requests with right drafts stay in step; an eighth to a half of them folds."""
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    prompts = [[7 + i, *range(20)] for i in range(8)]
+    plain = LLM(tiny.folder, draft_tokens=0, device="cpu")
+    expected = tokens_of(plain.generate(prompt_token_ids=prompts, sampling_params=params))
+    known = {tuple(p): tokens for p, tokens in zip(prompts, expected, strict=True)}
+    engine = scripted_engine(tiny.folder, known, right_script, 3)
+    requests = [engine.make_request(prompt, params) for prompt in prompts]
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    assert [request.token_ids for request in requests] == expected
+    folds = [[step.is_fold for step in request.outbox] for request in requests]
+    per_step = [sum(marks) for marks in zip(*folds, strict=True)]
+    assert max(per_step) <= 4
+    assert sum(per_step) >= 8 * (80 // 16 - 1)
+    assert all(step.history_len <= 16 for request in requests for step in request.outbox)
+
+
 def test_zero_committed_in_the_middle_of_a_batch(
     tiny: TinyCheckpoint, plain: list[list[int]]
 ) -> None:

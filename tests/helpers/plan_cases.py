@@ -24,6 +24,7 @@ class PlanCase:
     slots: Tensor
     seq_len: Tensor
     history_len: Tensor
+    ring_start: Tensor | None
     num_rows: int
     num_drafts: Tensor | None
     calibration: Tensor | None
@@ -59,6 +60,7 @@ def random_case(
     num_bins: int = 0,
     share_dead: float | None = None,
     num_rows: int | None = None,
+    is_staggered: bool = True,
 ) -> PlanCase:
     """Draw a batch.
 
@@ -71,6 +73,7 @@ def random_case(
         num_bins: bins of the calibration table, 0 = none.
         share_dead: share of requests with slot -1, or None for any.
         num_rows: row budget, or None for any.
+        is_staggered: whether windows that begin at ring row 0, half of all, fold early.
     """
 
     def draw(low: int, high: int, *shape: int) -> Tensor:
@@ -107,6 +110,7 @@ def random_case(
         slots=slots,
         seq_len=draw(0, 100_000, num_slots).to(torch.int32),
         history_len=draw(0, 17, num_slots).to(torch.int32),
+        ring_start=draw(0, 2, num_slots).to(torch.int32) if is_staggered else None,
         num_rows=num_rows,
         num_drafts=draw(0, num_drafts + 2, num_requests).to(torch.int32) if has_limits else None,
         calibration=torch.rand(num_drafts, num_bins, generator=generator) if num_bins else None,
@@ -120,7 +124,7 @@ def run_plan(case: PlanCase, step: Callable[..., None], **options: object) -> Ve
     plan = case.new_plan()
     step(
         case.confidences, case.token_ids, case.slots, case.seq_len, case.history_len,
-        case.num_rows, case.num_drafts, case.calibration, 16, plan, **options,
+        case.ring_start, case.num_rows, case.num_drafts, case.calibration, 16, plan, **options,
     )  # fmt: skip
     return plan
 

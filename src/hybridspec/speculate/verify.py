@@ -102,6 +102,7 @@ def verify_drafts(
         num_verify_tokens,
         is_fold,
         max_window=pools.geometry.max_window,
+        ring_start=pools.ring_start,
     )
     history = pools.history_len.tolist()
     fed = torch.tensor([token for tokens in rows for token in tokens], device=device)

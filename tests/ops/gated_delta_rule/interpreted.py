@@ -142,10 +142,25 @@ def test_decide_folds() -> None:
     pools = filled_pools()
     slots, rows = int32(3, 1, -1, 0, 2, 1), int32(4, 1, 8, 8, 16, 0)
     found = torch.full((6,), 9, dtype=torch.int8)
-    launch_slots.decide_folds(pools.ring.history_len, slots, rows, found, 16)
+    launch_slots.decide_folds(pools.ring.history_len, None, slots, rows, found, 16)
     assert found.tolist() == [0, 1, 0, 0, 1, 0]
-    launch_slots.decide_folds(pools.ring.history_len, slots, rows, found, 5)
+    launch_slots.decide_folds(pools.ring.history_len, None, slots, rows, found, 5)
     assert found.tolist() == [1, 1, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("max_window", [8, 12, 16])
+def test_decide_folds_of_first_windows(max_window: int) -> None:
+    lengths = torch.arange(max_window + 1, dtype=torch.int32).repeat(40)
+    starts = (torch.arange(len(lengths)) % 7 < 2).to(torch.int32)
+    slots = torch.arange(len(lengths), dtype=torch.int32).flip(0)
+    slots[::11] = -1
+    rows = torch.arange(len(lengths), dtype=torch.int32) % 5
+    expected, found = (torch.full((len(lengths),), 9, dtype=torch.int8) for _ in range(2))
+    gated_delta_rule.decide_folds(
+        lengths, slots, rows, expected, max_window=max_window, ring_start=starts
+    )
+    launch_slots.decide_folds(lengths, starts, slots, rows, found, max_window)
+    assert torch.equal(found, expected)
 
 
 def test_copy_and_reset() -> None:

@@ -231,6 +231,10 @@ def test_wrong_arguments_of_commit_and_decide_folds() -> None:
     step = {name: per_request[name] for name in ("slots", "num_verify_tokens", "is_fold")}
     with pytest.raises(TypeError, match="history_len: expected dtype int32, got float32"):
         gated_delta_rule.decide_folds(per_slot["seq_len"].float(), **step, max_window=16)
+    with pytest.raises(TypeError, match="ring_start: expected dtype int32, got float32"):
+        gated_delta_rule.decide_folds(
+            per_slot["seq_len"], **step, max_window=16, ring_start=per_slot["seq_len"].float()
+        )
     with pytest.raises(TypeError, match="is_fold: expected dtype int8, got bool"):
         gated_delta_rule.decide_folds(
             per_slot["seq_len"], **(step | {"is_fold": step["is_fold"].bool()}), max_window=16

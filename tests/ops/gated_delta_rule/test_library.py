@@ -44,7 +44,8 @@ def test_verify_passes_opcheck(has_folds: bool) -> None:
     out = torch.empty(5, 2, 4)
     arguments = (
         *row_arguments(call), *ring_arguments(call), call.cu_seqlens, call.slot_tensor,
-        call.is_fold if has_folds else None, out, 0.5, True, 1.0, 3, "auto",
+        call.is_fold if has_folds else None, out, 0.5, True, 1.0, 3, None,
+        "auto",
     )  # fmt: skip
     torch.library.opcheck(OPS.gated_delta_rule_verify.default, arguments)
 
@@ -54,7 +55,7 @@ def test_prefill_passes_opcheck() -> None:
     call.pools.ring.history_len.zero_()
     arguments = (
         *row_arguments(call), call.pools.ring.history_len, call.cu_seqlens, call.slot_tensor,
-        torch.empty(5, 2, 4), 0.5, True, 1.0, 64, 3, "auto",
+        torch.empty(5, 2, 4), 0.5, True, 1.0, 64, 3, None, "auto",
     )  # fmt: skip
     torch.library.opcheck(OPS.gated_delta_rule_prefill.default, arguments)
 
@@ -67,9 +68,9 @@ def test_ops_on_slots_pass_opcheck() -> None:
     state = (pools.state, *ring_arguments(call))
     cursors = (pools.seq_len, ring.ring_start, ring.history_len)
     checks = {
-        "fold": (*state, slots, call.is_fold, "auto"),
-        "materialize": (*state, slots, other, counts, "auto"),
-        "decide_folds": (ring.history_len, slots, counts, call.is_fold, 16),
+        "fold": (*state, slots, call.is_fold, None, "auto"),
+        "materialize": (*state, slots, other, counts, None, "auto"),
+        "decide_folds": (ring.history_len, ring.ring_start, slots, counts, call.is_fold, 16),
         "commit": (*cursors, slots, call.is_fold, counts, counts - 1, 32, "auto"),
         "copy_slots": ([pools.state, *cursors], slots, other),
         "reset_slots": ([pools.state, *cursors], slots),

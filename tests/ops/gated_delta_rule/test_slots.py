@@ -51,6 +51,54 @@ def test_folds_are_decided_by_what_would_overflow() -> None:
     assert is_fold.tolist() == [1, 1, 1, 1, 0, 0, 1]
 
 
+def test_a_first_window_folds_early_by_slot() -> None:
+    # Lengths 16, 7, 13, 3, 9, 15, 5, 11 of slots 0..7: multiples of 633 / 1024, mod 1.
+    history_len = ints(12, 7, 12, 3, 9, 12, 5, 11)
+    slots, is_fold = ints(*range(8)), marks(*[9] * 8)
+
+    def decided(starts: torch.Tensor | None, num_rows: int = 1) -> list[int]:
+        rows = torch.full((8,), num_rows, dtype=torch.int32)
+        decide_folds(history_len, slots, rows, is_fold, max_window=16, ring_start=starts)
+        return is_fold.tolist()
+
+    assert decided(ints(*[0] * 8)) == [0, 1, 0, 1, 1, 0, 1, 1]
+    history_len -= 1
+    assert decided(ints(*[0] * 8)) == [0] * 8
+    history_len += 1
+    assert decided(ints(0, 5, 0, 31, 1, 0, 0, 16)) == [0, 0, 0, 0, 0, 0, 1, 0]
+    assert decided(None) == [0] * 8
+    assert decided(ints(*[0] * 8), num_rows=0) == [0] * 8
+    assert decided(ints(*[0] * 8), num_rows=5) == [1] * 8
+
+
+@pytest.mark.parametrize(("num_committed", "most"), [(4, 0.25), (2, 0.125), (1, 0.0625)])
+@pytest.mark.parametrize(("num_requests", "stride"), [(16, 1), (64, 1), (256, 1), (64, 16)])
+def test_requests_in_lockstep_fold_evenly(
+    num_requests: int, stride: int, num_committed: int, most: float
+) -> None:
+    """A step folds hardly more than its share; without the early folds, all of them at once."""
+    slots = torch.arange(num_requests, dtype=torch.int32) * stride
+    for is_staggered in (False, True):
+        seq_len, ring_start, history_len = (
+            torch.zeros(num_requests * stride, dtype=torch.int32) for _ in range(3)
+        )
+        counts, is_fold = [], torch.zeros(num_requests, dtype=torch.int8)
+        # Up to where a window of 16 has begun everywhere, and half as many steps again.
+        for _ in range(48 // num_committed):
+            rows = torch.full((num_requests,), num_committed, dtype=torch.int32)
+            decide_folds(
+                history_len, slots, rows, is_fold, max_window=16,
+                ring_start=ring_start if is_staggered else None,
+            )  # fmt: skip
+            counts.append(int(is_fold.sum()))
+            commit(
+                seq_len, ring_start, history_len, slots, is_fold, rows, rows.clone(),
+                ring_capacity=32,
+            )  # fmt: skip
+        assert max(counts) == num_requests or is_staggered
+        assert max(counts) <= max(num_requests * most + 2, 1) or not is_staggered
+
+
 def test_commit_by_hand() -> None:
     seq_len, ring_start, history_len = (
         ints(100, 200, 300, 400, 7),

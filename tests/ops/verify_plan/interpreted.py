@@ -33,7 +33,7 @@ def test_random_plans(kind: str, config: launch.LaunchConfig) -> None:
         num_requests = int(torch.randint(1, 40, (), generator=generator))
         case = random_case(
             generator, num_requests, trial, kind=kind, has_limits=trial % 3 == 1,
-            num_bins=(0, 0, 5)[trial % 3],
+            num_bins=(0, 0, 5)[trial % 3], is_staggered=trial % 4 > 0,
         )  # fmt: skip
         plan = run_plan(case, launch.plan_step, config=config)
         assert differences(plan, reference_plan(case)) == 0
@@ -77,8 +77,8 @@ def test_through_the_public_functions() -> None:
     plan = case.new_plan()
     plan_step(
         case.confidences, case.token_ids, case.slots, case.seq_len, case.history_len, plan=plan,
-        num_rows=case.num_rows, num_drafts=case.num_drafts, calibration=case.calibration,
-        backend="triton",
+        ring_start=case.ring_start, num_rows=case.num_rows, num_drafts=case.num_drafts,
+        calibration=case.calibration, backend="triton",
     )  # fmt: skip
     assert differences(plan, reference_plan(case)) == 0
     for dtype in (torch.float16, torch.bfloat16):

@@ -67,7 +67,7 @@ def test_random_plans(chunk: int) -> None:
         option = trial // 3 % 3
         case = random_case(
             generator, num_requests, (0, 1, 3, 7)[chunk % 4], has_limits=option > 0,
-            num_bins=8 if option == 2 else 0,
+            num_bins=8 if option == 2 else 0, is_staggered=chunk > 0,
         )  # fmt: skip
         expected = on_device(reference_plan(case))
         moved = case.to("cuda")
@@ -133,11 +133,11 @@ def test_graphs_follow_their_inputs(num_requests: int, num_drafts: int, path: st
     def call() -> None:
         launch.plan_step(
             static.confidences, static.token_ids, static.slots, static.seq_len, static.history_len,
-            num_rows, None, None, 16, plan, config,
+            static.ring_start, num_rows, None, None, 16, plan, config,
         )  # fmt: skip
 
     graph = captured(call)
-    names = ("confidences", "token_ids", "slots", "seq_len", "history_len")
+    names = ("confidences", "token_ids", "slots", "seq_len", "history_len", "ring_start")
     for case in cases:
         for name in names:
             getattr(static, name).copy_(getattr(case, name))
@@ -149,7 +149,7 @@ def test_graphs_follow_their_inputs(num_requests: int, num_drafts: int, path: st
         )
         reference.plan_step(
             case.confidences, case.token_ids, case.slots, case.seq_len, case.history_len,
-            num_rows, None, None, 16, expected,
+            case.ring_start, num_rows, None, None, 16, expected,
         )  # fmt: skip
         assert differences(plan, on_device(expected)).item() == 0
 
@@ -166,7 +166,7 @@ def test_200_replays_give_the_same_bits(path: str) -> None:
     graph = captured(
         lambda: launch.plan_step(
             case.confidences, case.token_ids, case.slots, case.seq_len, case.history_len,
-            case.num_rows, None, None, 16, plan, config,
+            case.ring_start, case.num_rows, None, None, 16, plan, config,
         )
     )  # fmt: skip
     graph.replay()
@@ -188,8 +188,8 @@ def test_public_functions_choose_the_kernels() -> None:
         plan = moved.new_plan()
         plan_step(
             confidences.cuda(), moved.token_ids, moved.slots, moved.seq_len, moved.history_len,
-            plan=plan, num_rows=case.num_rows, num_drafts=moved.num_drafts,
-            calibration=moved.calibration,
+            plan=plan, ring_start=moved.ring_start, num_rows=case.num_rows,
+            num_drafts=moved.num_drafts, calibration=moved.calibration,
         )  # fmt: skip
         chosen = select_rows(
             confidences, case.slots, num_rows=case.num_rows, num_drafts=case.num_drafts,

@@ -48,13 +48,14 @@ def lengths_plain(scores: Tensor, slots: Tensor, num_rows: int, limits: list[int
 
 
 cases = st.builds(
-    lambda seed, requests, drafts, kind, has_limits, bins: random_case(
+    lambda seed, requests, drafts, kind, has_limits, bins, is_staggered: random_case(
         torch.Generator().manual_seed(seed),
         requests,
         drafts,
         kind=kind,
         has_limits=has_limits,
         num_bins=bins,
+        is_staggered=is_staggered,
     ),
     st.integers(0, 2**32),
     st.integers(1, 9),
@@ -62,6 +63,7 @@ cases = st.builds(
     st.sampled_from(KINDS),
     st.booleans(),
     st.sampled_from([0, 1, 4, 10]),
+    st.booleans(),
 )
 
 
@@ -102,6 +104,8 @@ def test_building_equals_plain_python(case: PlanCase) -> None:
         per_request["kv_len"].append(stored[slot] + count if count else 0)
         per_request["slots"].append(slot)
         folds = count > 0 and int(case.history_len[slot]) + count > 16
+        if case.ring_start is not None and count > 0 and int(case.ring_start[slot]) == 0:
+            folds |= int(case.history_len[slot]) >= 16 - math.floor(16 * (slot * 633 / 1024 % 1))
         per_request["is_fold"].append(int(folds))
         for j in range(count):
             source = b * case.token_ids.shape[1] + j
@@ -258,6 +262,7 @@ def small_call() -> dict:
         "slots": integers(0, 1),
         "seq_len": integers(1, 2),
         "history_len": integers(0, 0),
+        "ring_start": integers(0, 0),
         "plan": VerifyPlan.create(max_requests=2, max_rows=6, max_drafts=3),
     }
 
@@ -273,6 +278,8 @@ def small_call() -> dict:
         ({"token_ids": torch.zeros(2, 0).long()}, ValueError, "token_ids: expected"),
         ({"slots": torch.zeros(2).long()}, TypeError, "slots: expected dtype int32"),
         ({"seq_len": integers(1)}, ValueError, "history_len: expected shape"),
+        ({"ring_start": integers(1)}, ValueError, "ring_start: expected shape"),
+        ({"ring_start": torch.zeros(2)}, TypeError, "ring_start: expected dtype int32"),
         ({"num_rows": 1}, ValueError, "num_rows: expected at least one row"),
         ({"num_rows": 7}, ValueError, "num_rows: expected at most the plan's 6"),
         ({"num_drafts": integers(1)}, ValueError, "num_drafts: expected shape"),
@@ -318,7 +325,9 @@ def test_registered_ops() -> None:
     ops = torch.ops.hybridspec
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     select_arguments = (case.confidences, case.slots, case.num_rows, case.num_drafts)
-    build_arguments = (case.token_ids, case.slots, case.seq_len, case.history_len)
+    build_arguments = (
+        case.token_ids, case.slots, case.seq_len, case.history_len, case.ring_start
+    )  # fmt: skip
     for op, arguments in (
         (
             ops.verify_plan_select_rows,

@@ -36,7 +36,12 @@ def explain_slots(slots: Tensor, pools: list[Tensor]) -> str | None:
 
 
 def decide_folds(
-    history_len: Tensor, slots: Tensor, num_verify_tokens: Tensor, is_fold: Tensor, max_window: int
+    history_len: Tensor,
+    ring_start: Tensor | None,
+    slots: Tensor,
+    num_verify_tokens: Tensor,
+    is_fold: Tensor,
+    max_window: int,
 ) -> None:
     """Launch `triton_slots.decide_folds_kernel`."""
     from hybridspec.ops.gated_delta_rule.triton_slots import decide_folds_kernel
@@ -44,7 +49,7 @@ def decide_folds(
     num_requests = slots.shape[0]
     with torch.cuda.device_of(slots):
         decide_folds_kernel[(-(-num_requests // _BLOCK),)](
-            history_len, slots, num_verify_tokens, is_fold, num_requests, max_window,
+            history_len, ring_start, slots, num_verify_tokens, is_fold, num_requests, max_window,
             BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
 

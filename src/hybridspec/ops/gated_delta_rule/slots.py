@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._backends import choose_backend
+from hybridspec.ops._folds import first_fold_length
 from hybridspec.ops._library import register
 from hybridspec.ops._requests import check_slots
 from hybridspec.ops._triton_support import triton_or_reference
@@ -27,10 +28,16 @@ def decide_folds(
     is_fold: Tensor,
     *,
     max_window: int,
+    ring_start: Tensor | None = None,
 ) -> None:
     """Mark the requests whose rows would not fit behind their live windows; nothing else changes.
 
-    is_fold = slot >= 0 and num_verify_tokens > 0 and history_len + num_verify_tokens > max_window
+    is_fold = slot >= 0 and num_verify_tokens > 0 and (history_len + num_verify_tokens > max_window
+              or ring_start == 0 and history_len >= W - floor(W frac(633 slot / 1024)))
+
+    The second condition holds only where `ring_start` is given. It folds a request's first window
+    early, which staggers the folds of requests that were admitted together; a window that begins at
+    row 0 again later is treated in the same way.
 
     Args:
         history_len: live rows of each slot, [S], int32; in.
@@ -38,6 +45,7 @@ def decide_folds(
         num_verify_tokens: rows of each request in this step, [B], int32; in.
         is_fold: the marks, [B], int8; out.
         max_window: most live rows (W).
+        ring_start: first live ring row of each slot, [S], int32; None: full windows only; in.
 
     Raises:
         TypeError: for a wrong dtype.
@@ -49,9 +57,12 @@ def decide_folds(
     Source:
         README.md of this package.
     """
-    check_cursors({}, history_len=history_len)
+    cursors = {"history_len": history_len}
+    if ring_start is not None:
+        cursors["ring_start"] = ring_start
+    check_cursors({}, **cursors)
     check_marks({}, slots=slots, num_verify_tokens=num_verify_tokens, is_fold=is_fold)
-    _decide_folds_op(history_len, slots, num_verify_tokens, is_fold, max_window)
+    _decide_folds_op(history_len, ring_start, slots, num_verify_tokens, is_fold, max_window)
 
 
 def commit(
@@ -176,16 +187,31 @@ def _choose(name: str, backend: str, *arguments: Tensor) -> str:
 
 
 def _decide_folds(
-    history_len: Tensor, slots: Tensor, num_verify_tokens: Tensor, is_fold: Tensor, max_window: int
+    history_len: Tensor,
+    ring_start: Tensor | None,
+    slots: Tensor,
+    num_verify_tokens: Tensor,
+    is_fold: Tensor,
+    max_window: int,
 ) -> None:
-    arguments = (history_len, slots, num_verify_tokens, is_fold)
-    if _choose("decide_folds", "auto", *arguments) == "triton":
-        launch_slots.decide_folds(*arguments, max_window)
+    cursors = (history_len,) if ring_start is None else (history_len, ring_start)
+    if _choose("decide_folds", "auto", *cursors, slots, num_verify_tokens, is_fold) == "triton":
+        launch_slots.decide_folds(
+            history_len, ring_start, slots, num_verify_tokens, is_fold, max_window
+        )
         return
     history, numbers = history_len.tolist(), slots.tolist()
+    starts = [-1] * len(history) if ring_start is None else ring_start.tolist()
     check_slots("slots", numbers, len(history))
-    pairs = zip(numbers, num_verify_tokens.tolist(), strict=True)
-    marks = [slot >= 0 and n > 0 and history[slot] + n > max_window for slot, n in pairs]
+    marks = [
+        slot >= 0
+        and n > 0
+        and (
+            history[slot] + n > max_window
+            or (starts[slot] == 0 and history[slot] >= first_fold_length(slot, max_window))
+        )
+        for slot, n in zip(numbers, num_verify_tokens.tolist(), strict=True)
+    ]
     is_fold.copy_(torch.tensor(marks, dtype=torch.int8))
 
 
@@ -248,8 +274,8 @@ def _reset_slots(pools: list[Tensor], slots: Tensor) -> None:
 
 
 _decide_folds_op = register(
-    "gated_delta_rule_decide_folds(Tensor history_len, Tensor slots, Tensor num_verify_tokens, "
-    "Tensor(a!) is_fold, int max_window)",
+    "gated_delta_rule_decide_folds(Tensor history_len, Tensor? ring_start, Tensor slots, "
+    "Tensor num_verify_tokens, Tensor(a!) is_fold, int max_window)",
     _decide_folds,
 )
 _commit_op = register(

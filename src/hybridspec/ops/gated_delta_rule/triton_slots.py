@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hybridspec.ops._triton_folds import is_fold_due
+
 __all__ = [
     "commit_kernel",
     "decide_folds_kernel",
@@ -16,8 +18,9 @@ __all__ = [
 
 @triton.jit(do_not_specialize=["num_requests"])
 def decide_folds_kernel(
-    # inputs: history_len [S]; slots, num_verify_tokens [B]
+    # inputs: history_len, ring_start [S], the latter or None; slots, num_verify_tokens [B]
     history_len_ptr,
+    ring_start_ptr,
     slots_ptr,
     num_verify_tokens_ptr,
     # output [B]
@@ -33,8 +36,11 @@ def decide_folds_kernel(
     num_tokens = tl.load(num_verify_tokens_ptr + request, mask=mask, other=0)
     is_live = (slot >= 0) & (num_tokens > 0)
     history_len = tl.load(history_len_ptr + slot, mask=is_live, other=0)
+    ring_start = -1
+    if ring_start_ptr is not None:
+        ring_start = tl.load(ring_start_ptr + slot, mask=is_live, other=0)
 
-    is_fold = is_live & (history_len + num_tokens > max_window)
+    is_fold = is_live & is_fold_due(slot, ring_start, history_len, num_tokens, max_window)
 
     tl.store(is_fold_ptr + request, is_fold.to(tl.int8), mask=mask)
 

@@ -114,14 +114,16 @@ def build_params(
     history_len: Tensor,
     *,
     plan: VerifyPlan,
+    ring_start: Tensor | None = None,
     max_window: int = 16,
     backend: str = "auto",
 ) -> VerifyPlan:
     """Fill a plan from its `cu_seqlens`, which the caller or `select_rows` has written.
 
         n_b        = cu_seqlens[b+1] - cu_seqlens[b], or 0 where slots[b] = -1
-        kv_len     = seq_len[slot] + n_b               is_fold = n_b > 0 and history_len[slot] + n_b
-                                                                 > max_window
+        kv_len     = seq_len[slot] + n_b
+        is_fold    = n_b > 0 and history_len[slot] + n_b > max_window, or as `decide_folds` of
+                     `gated_delta_rule` says for a first window, where ring_start is given
         row j of b: token_ids[b, j] at position seq_len[slot] + j, source b (k + 1) + j
 
     Args:
@@ -131,6 +133,7 @@ def build_params(
         history_len: live ring rows per slot, [S], int32; in.
         plan: of at least B requests; all but `cu_seqlens` is written, rows and requests that are
             left over as hold rows; in-out.
+        ring_start: first live ring row per slot, [S], int32; given: folds are staggered; in.
         max_window: most live ring rows W.
         backend: "auto", "triton" or "reference".
 
@@ -142,9 +145,9 @@ def build_params(
         UnsupportedError: if the backend cannot serve the call.
     """
     dims: Dims = {}
-    _check_build(token_ids, slots, seq_len, history_len, plan, dims)
+    _check_build(token_ids, slots, seq_len, history_len, ring_start, plan, dims)
     operators.build_params(
-        token_ids, slots, seq_len, history_len, max_window, plan.tensors(), backend
+        token_ids, slots, seq_len, history_len, ring_start, max_window, plan.tensors(), backend
     )
     return plan
 
@@ -157,6 +160,7 @@ def plan_step(
     history_len: Tensor,
     *,
     plan: VerifyPlan,
+    ring_start: Tensor | None = None,
     num_rows: int | None = None,
     num_drafts: Tensor | None = None,
     calibration: Tensor | None = None,
@@ -172,6 +176,7 @@ def plan_step(
         seq_len: tokens stored per slot, [S], int32; in.
         history_len: live ring rows per slot, [S], int32; in.
         plan: of at least B requests; out.
+        ring_start: first live ring row per slot, [S], int32; given: folds are staggered; in.
         num_rows: row budget, B to the plan's rows; None: the plan's rows.
         num_drafts: drafts that each request may verify, [B], int32; None: all k; in.
         calibration: [k, M], fp32, see `survival_scores`; in.
@@ -186,7 +191,7 @@ def plan_step(
         UnsupportedError: if the backend cannot serve the call.
     """
     dims: Dims = {}
-    _check_build(token_ids, slots, seq_len, history_len, plan, dims)
+    _check_build(token_ids, slots, seq_len, history_len, ring_start, plan, dims)
     k = dims["k"] = dims["T"] - 1
     if (
         isinstance(confidences, Tensor)
@@ -202,8 +207,8 @@ def plan_step(
         raise ValueError(f"num_rows: expected at most the plan's {capacity} rows, got {num_rows}")
     _check_workspace("plan.workspace", plan.workspace, Workspace.of(dims["B"], k).size)
     operators.plan_step(
-        confidences, token_ids, slots, seq_len, history_len, num_rows, num_drafts, calibration,
-        max_window, plan.tensors(), backend,
+        confidences, token_ids, slots, seq_len, history_len, ring_start, num_rows, num_drafts,
+        calibration, max_window, plan.tensors(), backend,
     )  # fmt: skip
     return plan
 
@@ -334,6 +339,7 @@ def _check_build(
     slots: Tensor,
     seq_len: Tensor,
     history_len: Tensor,
+    ring_start: Tensor | None,
     plan: VerifyPlan,
     dims: Dims,
 ) -> None:
@@ -343,7 +349,11 @@ def _check_build(
     check("history_len", history_len, "S", dims)
     check_dtype("token_ids", token_ids, torch.int64)
     check_last_stride("token_ids", token_ids)
-    for name, tensor in (("slots", slots), ("seq_len", seq_len), ("history_len", history_len)):
+    cursors = {"slots": slots, "seq_len": seq_len, "history_len": history_len}
+    if ring_start is not None:
+        check("ring_start", ring_start, "S", dims)
+        cursors["ring_start"] = ring_start
+    for name, tensor in cursors.items():
         check_dtype(name, tensor, torch.int32)
         check_last_stride(name, tensor)
     if dims["T"] < 1:

@@ -147,6 +147,7 @@ def build_params(
     slots: Tensor,
     seq_len: Tensor,
     history_len: Tensor,
+    ring_start: Tensor | None,
     max_window: int,
     plan: VerifyPlan,
 ) -> None:
@@ -158,10 +159,10 @@ def build_params(
     grid = triton.cdiv(out_requests, block)
     with torch.cuda.device_of(slots):
         triton_build.build_kernel[(grid,)](
-            plan.cu_seqlens, token_ids, slots, seq_len, history_len, plan.num_verify_tokens,
-            plan.kv_len, plan.slots, plan.is_fold, plan.token_ids, plan.positions, plan.sources,
-            num_requests, out_requests, row_capacity, max_window, token_ids.stride(0),
-            TOKENS=tokens, BLOCK_TOKENS=block_tokens, BLOCK=block,
+            plan.cu_seqlens, token_ids, slots, seq_len, history_len, ring_start,
+            plan.num_verify_tokens, plan.kv_len, plan.slots, plan.is_fold, plan.token_ids,
+            plan.positions, plan.sources, num_requests, out_requests, row_capacity, max_window,
+            token_ids.stride(0), TOKENS=tokens, BLOCK_TOKENS=block_tokens, BLOCK=block,
             BLOCK_ROWS=_block(triton.cdiv(row_capacity, grid)), num_warps=2,
         )  # fmt: skip
 
@@ -172,6 +173,7 @@ def plan_step(
     slots: Tensor,
     seq_len: Tensor,
     history_len: Tensor,
+    ring_start: Tensor | None,
     num_rows: int,
     num_drafts: Tensor | None,
     calibration: Tensor | None,
@@ -188,11 +190,11 @@ def plan_step(
             confidences, slots, num_rows, num_drafts, calibration, plan.cu_seqlens, plan.workspace,
             config,
         )  # fmt: skip
-        build_params(token_ids, slots, seq_len, history_len, max_window, plan)
+        build_params(token_ids, slots, seq_len, history_len, ring_start, max_window, plan)
         return
     with torch.cuda.device_of(slots):
         triton_build.plan_kernel[(1,)](
-            confidences, token_ids, slots, seq_len, history_len,
+            confidences, token_ids, slots, seq_len, history_len, ring_start,
             slots if num_drafts is None else num_drafts,
             slots if calibration is None else calibration, plan.cu_seqlens, plan.num_verify_tokens,
             plan.kv_len, plan.slots, plan.is_fold, plan.token_ids, plan.positions, plan.sources,

@@ -64,9 +64,10 @@ def _select_rows(confidences, slots, num_rows, *rest) -> None:
     module.select_rows(confidences, slots, num_rows, *others)
 
 
-def _build_params(token_ids, slots, seq_len, history_len, max_window, plan, backend) -> None:
+def _build_params(token_ids, slots, *rest) -> None:
+    *others, plan, backend = rest
     module = _module("build_params", backend, slots, token_ids.shape[1] - 1)
-    module.build_params(token_ids, slots, seq_len, history_len, max_window, VerifyPlan.of(plan))
+    module.build_params(token_ids, slots, *others, VerifyPlan.of(plan))
 
 
 def _plan_step(confidences, token_ids, slots, *rest) -> None:
@@ -103,13 +104,13 @@ select_rows = register(
 )
 build_params = register(
     "verify_plan_build_params(Tensor token_ids, Tensor slots, Tensor seq_len, Tensor history_len, "
-    "int max_window, Tensor(a!)[] plan, str backend)",
+    "Tensor? ring_start, int max_window, Tensor(a!)[] plan, str backend)",
     _build_params,
 )
 plan_step = register(
     "verify_plan_plan_step(Tensor confidences, Tensor token_ids, Tensor slots, Tensor seq_len, "
-    "Tensor history_len, int num_rows, Tensor? num_drafts, Tensor? calibration, int max_window, "
-    "Tensor(a!)[] plan, str backend)",
+    "Tensor history_len, Tensor? ring_start, int num_rows, Tensor? num_drafts, "
+    "Tensor? calibration, int max_window, Tensor(a!)[] plan, str backend)",
     _plan_step,
 )
 compact_hidden = register(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._folds import first_fold_length
 from .views import SamplingColumns, VerifyPlan
 
 __all__ = [
@@ -78,6 +79,7 @@ def build_params(
     slots: Tensor,
     seq_len: Tensor,
     history_len: Tensor,
+    ring_start: Tensor | None,
     max_window: int,
     plan: VerifyPlan,
 ) -> None:
@@ -94,7 +96,11 @@ def build_params(
     plan.num_verify_tokens.zero_()[:num_requests] = counts
     plan.kv_len.zero_()[:num_requests] = stored + counts
     plan.slots.fill_(-1)[:num_requests] = slots
-    plan.is_fold.zero_()[:num_requests] = has_rows & (history + counts > max_window)
+    is_due = history + counts > max_window
+    if ring_start is not None:
+        is_first = ring_start[pool_rows] == 0
+        is_due |= is_first & (history >= first_fold_length(slots, max_window))
+    plan.is_fold.zero_()[:num_requests] = has_rows & is_due
 
     rows = torch.arange(plan.token_ids.shape[0], device=slots.device)
     ends = plan.cu_seqlens[1 : num_requests + 1]
@@ -114,6 +120,7 @@ def plan_step(
     slots: Tensor,
     seq_len: Tensor,
     history_len: Tensor,
+    ring_start: Tensor | None,
     num_rows: int,
     num_drafts: Tensor | None,
     calibration: Tensor | None,
@@ -124,7 +131,7 @@ def plan_step(
     select_rows(
         confidences, slots, num_rows, num_drafts, calibration, plan.cu_seqlens, plan.workspace
     )
-    build_params(token_ids, slots, seq_len, history_len, max_window, plan)
+    build_params(token_ids, slots, seq_len, history_len, ring_start, max_window, plan)
 
 
 def compact_hidden(hidden: Tensor, sources: Tensor, out: Tensor) -> None:

@@ -9,19 +9,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._triton_folds import is_fold_due
 from .triton_select import select_in_block
 
 __all__ = ["build_kernel", "plan_kernel"]
 
 
 @triton.jit
-def load_requests(slots_ptr, seq_len_ptr, history_len_ptr, b_offs, b_mask):
-    """Slot of each request (-1 past the batch), tokens stored in it and its live ring rows."""
+def load_requests(slots_ptr, seq_len_ptr, history_len_ptr, ring_start_ptr, b_offs, b_mask):
+    """Slot of each request (-1 past the batch), tokens stored in it and its live ring rows.
+
+    Last the first of these rows, -1 where the caller does not say.
+    """
     slot = tl.load(slots_ptr + b_offs, mask=b_mask, other=-1)
     is_live = slot >= 0
     stored = tl.load(seq_len_ptr + slot.to(tl.int64), mask=is_live, other=0)
     history = tl.load(history_len_ptr + slot.to(tl.int64), mask=is_live, other=0)
-    return slot, stored, history
+    ring_start = tl.full(slot.shape, -1, tl.int32)
+    if ring_start_ptr is not None:
+        ring_start = tl.load(ring_start_ptr + slot.to(tl.int64), mask=is_live, other=0)
+    return slot, stored, history, ring_start
 
 
 @triton.jit
@@ -45,13 +52,14 @@ def write_requests(
     slot,
     stored,
     history,
+    ring_start,
     out_requests,
     max_window,
 ):
     length = tl.where(slot >= 0, length, 0)
     has_rows = length > 0
     kv_len = tl.where(has_rows, stored + length, 0)
-    is_fold = has_rows & (history + length > max_window)
+    is_fold = is_fold_due(slot, ring_start, history, length, max_window)
 
     out_mask = b_offs < out_requests
     tl.store(num_verify_tokens_ptr + b_offs, length, mask=out_mask)
@@ -97,12 +105,14 @@ def write_hold_rows(out_tokens_ptr, positions_ptr, sources_ptr, row, row_mask):
 
 @triton.jit(do_not_specialize=["num_requests", "out_requests", "row_capacity", "max_window"])
 def build_kernel(
-    # inputs: cu_seqlens [C + 1]; tokens [B, TOKENS]; slots [B]; seq_len, history_len [S]
+    # inputs: cu_seqlens [C + 1]; tokens [B, TOKENS]; slots [B]; seq_len, history_len, ring_start
+    # [S], the last or None
     cu_seqlens_ptr,
     tokens_ptr,
     slots_ptr,
     seq_len_ptr,
     history_len_ptr,
+    ring_start_ptr,
     # outputs [C], C >= B
     num_verify_tokens_ptr,
     kv_len_ptr,
@@ -131,7 +141,9 @@ def build_kernel(
     start = tl.load(cu_seqlens_ptr + b_offs, mask=b_mask, other=0)
     length = tl.load(cu_seqlens_ptr + b_offs + 1, mask=b_mask, other=0) - start
     token = load_tokens(tokens_ptr, tokens_stride, b_offs, b_mask, TOKENS, BLOCK_TOKENS)
-    slot, stored, history = load_requests(slots_ptr, seq_len_ptr, history_len_ptr, b_offs, b_mask)
+    slot, stored, history, ring_start = load_requests(
+        slots_ptr, seq_len_ptr, history_len_ptr, ring_start_ptr, b_offs, b_mask
+    )
 
     write_requests(
         num_verify_tokens_ptr,
@@ -143,6 +155,7 @@ def build_kernel(
         slot,
         stored,
         history,
+        ring_start,
         out_requests,
         max_window,
     )
@@ -170,13 +183,14 @@ def build_kernel(
     do_not_specialize=["num_requests", "out_requests", "num_rows", "row_capacity", "max_window"]
 )
 def plan_kernel(
-    # inputs: confidences [B, k]; tokens [B, k + 1]; slots, num_drafts [B]; seq_len, history_len
-    # [S]; table [k, NUM_BINS]
+    # inputs: confidences [B, k]; tokens [B, k + 1]; slots, num_drafts [B]; seq_len, history_len,
+    # ring_start [S], the last or None; table [k, NUM_BINS]
     confidences_ptr,
     tokens_ptr,
     slots_ptr,
     seq_len_ptr,
     history_len_ptr,
+    ring_start_ptr,
     num_drafts_ptr,
     table_ptr,
     # outputs [C + 1] and [C], C >= B
@@ -208,7 +222,9 @@ def plan_kernel(
     b_offs = tl.arange(0, BLOCK)
     b_mask = b_offs < num_requests
     # Loaded before the search, which hides the latency of two dependent loads.
-    slot, stored, history = load_requests(slots_ptr, seq_len_ptr, history_len_ptr, b_offs, b_mask)
+    slot, stored, history, ring_start = load_requests(
+        slots_ptr, seq_len_ptr, history_len_ptr, ring_start_ptr, b_offs, b_mask
+    )
     token = load_tokens(tokens_ptr, tokens_stride, b_offs, b_mask, NUM_DRAFTS + 1, BLOCK_TOKENS)
 
     start, length, total = select_in_block(
@@ -237,6 +253,7 @@ def plan_kernel(
         slot,
         stored,
         history,
+        ring_start,
         out_requests,
         max_window,
     )
