@@ -46,6 +46,7 @@ def prefill(
     use_qk_l2norm: bool = True,
     beta_scale: float = 1.0,
     chunk_size: int = 64,
+    state_scale: Tensor | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -65,7 +66,7 @@ def prefill(
         b: write strength inputs, [N, HV], any of these dtypes; last stride 1; in.
         A_log: [HV], fp32 or fp64; in.
         dt_bias: [HV], fp32 or fp64; in.
-        state: checkpoints, [S, HV, V, K], any of these dtypes; last stride 1; in-out.
+        state: checkpoints, [S, HV, V, K], any of these dtypes or int8; last stride 1; in-out.
         ring: ring of the layer; its slots must have no live rows; in.
         cu_seqlens: row bounds of the requests, [B+1], int32; in.
         slots: slot of each request, -1 = padding, [B], int32; in.
@@ -74,6 +75,7 @@ def prefill(
         use_qk_l2norm: whether q and k are first scaled to length one per head.
         beta_scale: 2 lets the state have negative eigenvalues.
         chunk_size: rows that are solved at once.
+        state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; last stride 1; in-out.
         out: where to write, [N, HV, V]; out.
         backend: "auto" or "reference".
 
@@ -86,13 +88,14 @@ def prefill(
             rows.
 
     Numerics:
-        fp32 (fp64 if q, a or state is). The state is rounded once, at the end; outputs once.
-        Chunks are solved by substitution, decays are exponentials of differences <= 0.
+        fp32 (fp64 if q, a or state is). The state is rounded once, at the end (int8 as in
+        `fold`); outputs once. Chunks are solved by substitution, decays are exponentials
+        of differences <= 0.
 
     Source:
         Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), section 3.3 and equation 10.
     """
-    check_rows(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out)
+    check_rows(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out, state_scale)
     if chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
     if out is None:
@@ -100,7 +103,7 @@ def prefill(
     _prefill_op(
         q, k, v, a, b, A_log, dt_bias, state, ring.history_len, cu_seqlens, slots, out,
         k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, beta_scale, chunk_size,
-        max_seqlen, backend,
+        max_seqlen, state_scale, backend,
     )  # fmt: skip
     return out
 
@@ -123,6 +126,7 @@ def verify(
     scale: float | None = None,
     use_qk_l2norm: bool = True,
     beta_scale: float = 1.0,
+    state_scale: Tensor | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -145,7 +149,7 @@ def verify(
         b: write strength inputs, [N, HV], any of these dtypes; last stride 1; in.
         A_log: [HV], fp32 or fp64; in.
         dt_bias: [HV], fp32 or fp64; in.
-        state: checkpoints, [S, HV, V, K], any of these dtypes; last stride 1; in-out.
+        state: checkpoints, [S, HV, V, K], any of these dtypes or int8; last stride 1; in-out.
         ring: ring of the layer: rows in-out, cursors in.
         cu_seqlens: row bounds of the requests, [B+1], int32; in.
         slots: slot of each request, -1 = padding, no slot twice, [B], int32; in.
@@ -155,6 +159,7 @@ def verify(
         scale: factor of the outputs; None is K^-0.5.
         use_qk_l2norm: whether q and k are first scaled to length one per head.
         beta_scale: 2 lets the state have negative eigenvalues.
+        state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; last stride 1; in-out.
         out: where to write, [N, HV, V]; out.
         backend: "auto", "triton" or "reference".
 
@@ -168,7 +173,8 @@ def verify(
 
     Numerics:
         fp32 (fp64 if q, a or state is). Outputs are rounded once, to the dtype of `out`; appended
-        rows once, to those of the ring; a folded state once, to its own. Decays are exponentials
+        rows once, to those of the ring; a folded state once, to its own (int8 as in `fold`; the
+        step's own outputs are those of the state before that rounding). Decays are exponentials
         of differences <= 0; the triangular system is solved by substitution.
         "triton" accumulates in fp32 and, with 16-bit activations, rounds the coefficients of its
         matrix products to the dtype that they multiply: that of q for new rows, of the state, and
@@ -179,7 +185,7 @@ def verify(
         The delta rule of Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), equation 10;
         README.md of this package derives the form used here.
     """
-    check_rows(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out)
+    check_rows(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out, state_scale)
     check_window(ring, max_verify_tokens)
     if is_fold is not None and (is_fold.shape != slots.shape or is_fold.dtype != torch.int8):
         check_marks({"B": slots.shape[0]}, is_fold=is_fold)
@@ -189,13 +195,19 @@ def verify(
         q, k, v, a, b, A_log, dt_bias, state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start,
         ring.history_len, ring.max_window, cu_seqlens, slots, is_fold, out,
         k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, beta_scale,
-        max_verify_tokens, backend,
+        max_verify_tokens, state_scale, backend,
     )  # fmt: skip
     return out
 
 
 def fold(
-    state: Tensor, ring: RingView, slots: Tensor, *, is_fold: Tensor, backend: str = "auto"
+    state: Tensor,
+    ring: RingView,
+    slots: Tensor,
+    *,
+    is_fold: Tensor,
+    state_scale: Tensor | None = None,
+    backend: str = "auto",
 ) -> None:
     """Take the live windows of the marked requests into their checkpoints; cursors stay.
 
@@ -207,6 +219,7 @@ def fold(
         ring: ring of the layer; in.
         slots: slot of each request, -1 = padding, [B], int32; in.
         is_fold: which requests fold, [B], int8; in.
+        state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; in-out.
         backend: "auto", "triton" or "reference".
 
     Raises:
@@ -215,16 +228,19 @@ def fold(
         ValueError: for a wrong shape, stride, ring or backend.
 
     Numerics:
-        fp32 (fp64 if the state is); the state is rounded once.
+        fp32 (fp64 if the state is); the state is rounded once. An int8 state is the product of
+        integers and of one factor for 32 neighbours along K, which makes the largest of them 127:
+        scale = bf16(max |x| / 127), state = round(x / scale). A group with a value that is not
+        finite reads as NaN.
 
     Source:
         README.md of this package.
     """
-    check_pools(state, ring)
+    check_pools(state, ring, state_scale=state_scale)
     check_marks({}, slots=slots, is_fold=is_fold)
     _fold_op(
         state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len,
-        ring.max_window, slots, is_fold, backend,
+        ring.max_window, slots, is_fold, state_scale, backend,
     )  # fmt: skip
 
 
@@ -235,6 +251,7 @@ def materialize(
     out_slots: Tensor,
     num_rows: Tensor,
     *,
+    state_scale: Tensor | None = None,
     backend: str = "auto",
 ) -> None:
     """Write the state after the first live rows of a slot into a slot; cursors stay.
@@ -248,6 +265,7 @@ def materialize(
         out_slots: slot to write, which may be the one that is read, but none that another request
             reads, [B], int32; pairs with a -1 are skipped; in.
         num_rows: live rows to take in, cut to 0..history_len, [B], int32; in.
+        state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; in-out.
         backend: "auto", "triton" or "reference".
 
     Raises:
@@ -261,11 +279,11 @@ def materialize(
     Source:
         README.md of this package.
     """
-    check_pools(state, ring)
+    check_pools(state, ring, state_scale=state_scale)
     check_marks({}, slots=slots, out_slots=out_slots, num_rows=num_rows)
     _materialize_op(
         state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len,
-        ring.max_window, slots, out_slots, num_rows, backend,
+        ring.max_window, slots, out_slots, num_rows, state_scale, backend,
     )  # fmt: skip
 
 
@@ -283,13 +301,13 @@ def _ring(
 
 
 def _prefill(*args) -> None:
-    *call, _max_seqlen, backend = args
+    *call, _max_seqlen, state_scale, backend = args
     choose_backend("gated_delta_rule.prefill", backend, _PREFILL_BACKENDS)
-    reference_prefill.prefill(*call)
+    reference_prefill.prefill(*call, state_scale)
 
 
 def _verify(*args) -> None:
-    *call, max_verify_tokens, backend = args
+    *call, max_verify_tokens, state_scale, backend = args
     tensors, ring, rest = call[:8], _ring(*call[8:14]), call[14:]
     q, _, _, a, b, _, _, state = tensors
     chosen = choose_backend(
@@ -299,11 +317,11 @@ def _verify(*args) -> None:
     if chosen == "triton":
         launch.verify(*tensors, ring, *rest, max_verify_tokens)
     else:
-        reference.verify(*tensors, ring, *rest)
+        reference.verify(*tensors, ring, *rest, state_scale)
 
 
 def _fold(state: Tensor, *args) -> None:
-    *ring, slots, is_fold, backend = args
+    *ring, slots, is_fold, state_scale, backend = args
     view = _ring(*ring)
     if (
         choose_backend("gated_delta_rule.fold", backend, _advance_backends(state), state, view)
@@ -311,11 +329,11 @@ def _fold(state: Tensor, *args) -> None:
     ):
         launch.advance(state, view, slots, slots, is_fold, is_flag=True)
     else:
-        reference.fold(state, view, slots, is_fold)
+        reference.fold(state, view, slots, is_fold, state_scale)
 
 
 def _materialize(state: Tensor, *args) -> None:
-    *ring, slots, out_slots, num_rows, backend = args
+    *ring, slots, out_slots, num_rows, state_scale, backend = args
     view = _ring(*ring)
     chosen = choose_backend(
         "gated_delta_rule.materialize", backend, _advance_backends(state), state, view
@@ -323,28 +341,33 @@ def _materialize(state: Tensor, *args) -> None:
     if chosen == "triton":
         launch.advance(state, view, slots, out_slots, num_rows, is_flag=False)
     else:
-        reference.materialize(state, view, slots.tolist(), out_slots.tolist(), num_rows.tolist())
+        reference.materialize(
+            state, view, slots.tolist(), out_slots.tolist(), num_rows.tolist(), state_scale
+        )
 
 
 _prefill_op = register(
     f"gated_delta_rule_prefill({_ROWS}, Tensor(a!) state, Tensor history_len, Tensor cu_seqlens, "
-    f"Tensor slots, Tensor(b!) out, {_OPTIONS}, int chunk_size, int max_seqlen, str backend)",
+    f"Tensor slots, Tensor(b!) out, {_OPTIONS}, int chunk_size, int max_seqlen, "
+    "Tensor(c!)? state_scale, str backend)",
     _prefill,
 )
 _verify_op = register(
     f"gated_delta_rule_verify({_ROWS}, Tensor(a!) state, Tensor(b!) ring_k, Tensor(c!) ring_u, "
     f"Tensor(d!) ring_cum_log_decay, {_RING}, Tensor cu_seqlens, Tensor slots, Tensor? is_fold, "
-    f"Tensor(e!) out, {_OPTIONS}, int max_verify_tokens, str backend)",
+    f"Tensor(e!) out, {_OPTIONS}, int max_verify_tokens, "
+    "Tensor(f!)? state_scale, str backend)",
     _verify,
 )
 _fold_op = register(
     "gated_delta_rule_fold(Tensor(a!) state, Tensor ring_k, Tensor ring_u, "
-    f"Tensor ring_cum_log_decay, {_RING}, Tensor slots, Tensor is_fold, str backend)",
+    f"Tensor ring_cum_log_decay, {_RING}, Tensor slots, Tensor is_fold, "
+    "Tensor(b!)? state_scale, str backend)",
     _fold,
 )
 _materialize_op = register(
     "gated_delta_rule_materialize(Tensor(a!) state, Tensor ring_k, Tensor ring_u, "
     f"Tensor ring_cum_log_decay, {_RING}, Tensor slots, Tensor out_slots, Tensor num_rows, "
-    "str backend)",
+    "Tensor(b!)? state_scale, str backend)",
     _materialize,
 )

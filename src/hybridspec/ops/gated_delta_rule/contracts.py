@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
+from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.gated_delta_rule.ring import RingView
 
 __all__ = ["check_cursors", "check_marks", "check_pools", "check_rows", "check_window"]
@@ -31,6 +32,7 @@ def check_rows(
     cu_seqlens: Tensor,
     slots: Tensor,
     out: Tensor | None,
+    state_scale: Tensor | None = None,
 ) -> None:
     """Raise ValueError or TypeError unless the arguments of verify or prefill fit together."""
     _check_row_shapes(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out)
@@ -43,7 +45,6 @@ def check_rows(
         and b.dtype in FLOATS
         and A_log.dtype in WIDE
         and dt_bias.dtype in WIDE
-        and state.dtype in FLOATS
         and cu_seqlens.dtype == torch.int32
         and slots.dtype == torch.int32
         and (out is None or out.dtype in FLOATS)
@@ -52,7 +53,7 @@ def check_rows(
         check_dtype("v", v, *FLOATS)
         for name, tensor in (("q", q), ("k", k)):
             check_dtype(name, tensor, dtype)
-        for name, tensor in (("a", a), ("b", b), ("state", state)):
+        for name, tensor in (("a", a), ("b", b)):
             check_dtype(name, tensor, *FLOATS)
         for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
             check_dtype(name, tensor, *WIDE)
@@ -63,8 +64,33 @@ def check_rows(
     if not q.stride(2) == k.stride(2) == v.stride(2) == a.stride(1) == b.stride(1) == 1:
         for name, tensor in (("q", q), ("k", k), ("v", v), ("a", a), ("b", b)):
             check_last_stride(name, tensor)
-    check_last_stride("state", state)
+    check_state(state, state_scale)
     check_ring(ring)
+
+
+def check_state(state: Tensor, state_scale: Tensor | None) -> None:
+    """Raise unless a pool [S, HV, V, K] has a known dtype, and factors exactly if it is int8."""
+    check_last_stride("state", state)
+    if state.dtype in FLOATS and state_scale is None:
+        return
+    if state_scale is None:
+        check_dtype("state", state, *FLOATS, torch.int8)
+        raise TypeError(
+            f"state_scale: expected a tensor [S, HV, V, K / {GROUP_SIZE}] with an int8 state, "
+            f"got None"
+        )
+    if state.dtype != torch.int8:
+        name = str(state.dtype).removeprefix("torch.")
+        raise TypeError(f"state_scale: expected None with a state of {name}, got a tensor")
+    slots, heads, value_dim, key_dim = state.shape
+    if key_dim % GROUP_SIZE:
+        raise ValueError(
+            f"state: expected K to be a multiple of {GROUP_SIZE} with int8, got {key_dim}"
+        )
+    shape = {"S": slots, "HV": heads, "V": value_dim, f"K/{GROUP_SIZE}": key_dim // GROUP_SIZE}
+    check("state_scale", state_scale, " ".join(shape), shape)
+    check_dtype("state_scale", state_scale, SCALE_DTYPE)
+    check_last_stride("state_scale", state_scale)
 
 
 def _check_row_shapes(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out) -> None:
@@ -178,18 +204,23 @@ def check_window(ring: RingView, max_verify_tokens: int) -> None:
         )
 
 
-def check_pools(state: Tensor, ring: RingView, num_cursors: int | None = None) -> None:
+def check_pools(
+    state: Tensor,
+    ring: RingView,
+    num_cursors: int | None = None,
+    state_scale: Tensor | None = None,
+) -> None:
     """Raise ValueError or TypeError unless a state pool and a ring belong together.
 
     Args:
         state: the state pool.
         ring: the ring.
         num_cursors: how many cursors there are; None: one per slot.
+        state_scale: factors of an int8 state.
     """
     dims: Dims = {}
     check("state", state, "S HV V K", dims)
-    check_dtype("state", state, *FLOATS)
-    check_last_stride("state", state)
+    check_state(state, state_scale)
     _explain_ring_shapes(ring, dims, num_cursors)
     if dims["HV"] % dims["H"]:
         raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._requests import read_batch
+from hybridspec.ops.gated_delta_rule.int8_state import quantise, widen
 from hybridspec.ops.gated_delta_rule.reference import (
     absorb,
     compute_dtype,
@@ -37,6 +38,7 @@ def prefill(
     use_qk_l2norm: bool,
     beta_scale: float,
     chunk_size: int,
+    state_scale: Tensor | None = None,
 ) -> None:
     """Run prompts from their slots' states; see `hybridspec.ops.gated_delta_rule.prefill`."""
     dtype = compute_dtype(q, a, state)
@@ -51,7 +53,10 @@ def prefill(
                 f"ring.history_len: expected 0 in slot {slot} before prefill, got {live[slot]}; "
                 f"fold the slot and commit first"
             )
-        checkpoint = state[slot].to(dtype, copy=True)
+        if state_scale is None:
+            checkpoint = state[slot].to(dtype, copy=True)
+        else:
+            checkpoint = widen(state[slot], state_scale[slot], dtype)
         for begin in range(first, last, chunk_size):
             chunk = slice(begin, min(begin + chunk_size, last))
             x = torch.cat((k[chunk].transpose(0, 1), q[chunk].transpose(0, 1)), 1)
@@ -66,4 +71,7 @@ def prefill(
             u, y = delta_rows(x, keys, values, cum, cum, beta, None, read, scale)
             out[chunk].copy_(y.transpose(0, 1))
             absorb(checkpoint, keys, u, cum)
-        state[slot].copy_(checkpoint)
+        if state_scale is None:
+            state[slot].copy_(checkpoint)
+        else:
+            quantise(checkpoint, state[slot], state_scale[slot])

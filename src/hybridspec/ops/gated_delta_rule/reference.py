@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._requests import check_slots, read_at
+from hybridspec.ops.gated_delta_rule.int8_state import quantise, widen
 from hybridspec.ops.gated_delta_rule.ring import RingView
 from hybridspec.ops.gated_delta_rule.rows import Rows
 from hybridspec.ops.norms.reference import gdn_gates, widened
@@ -136,18 +137,28 @@ def _tiles(state: Tensor, dtype: torch.dtype) -> list[slice]:
     return [slice(first, first + step) for first in range(0, size, step)]
 
 
-def read_state(x: Tensor, state: Tensor) -> Tensor:
+def _widened_tile(
+    state: Tensor, scale: Tensor | None, tile: slice, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return rows of V of a state as they are stored and, which may be the same, in a dtype."""
+    part = state[:, tile]
+    if scale is None:
+        return part, part.to(dtype)
+    return part, widen(part, scale[:, tile], dtype)
+
+
+def read_state(x: Tensor, state: Tensor, scale: Tensor | None = None) -> Tensor:
     """Multiply rows x [HV, T, K] with a state [HV, V, K]: [HV, T, V]."""
     if state.dtype == x.dtype:
         return torch.bmm(x, state.mT)
-    tiles = _tiles(state, x.dtype)
-    return torch.cat([torch.bmm(x, state[:, tile].to(x.dtype).mT) for tile in tiles], 2)
+    tiles = (_widened_tile(state, scale, t, x.dtype)[1] for t in _tiles(state, x.dtype))
+    return torch.cat([torch.bmm(x, tile.mT) for tile in tiles], 2)
 
 
-def absorb(state: Tensor, k: Tensor, u: Tensor, cum: Tensor) -> None:
+def absorb(state: Tensor, k: Tensor, u: Tensor, cum: Tensor, scale: Tensor | None = None) -> None:
     """Advance a state [HV, V, K] in place over rows k [H, P, K], u [HV, P, V], cum [HV, P].
 
-    S <- e^{cum_P} S + sum_j e^{cum_P - cum_j} u_j k_j^T
+    S <- e^{cum_P} S + sum_j e^{cum_P - cum_j} u_j k_j^T, rounded once
     """
     if cum.shape[1] == 0:
         return
@@ -158,10 +169,11 @@ def absorb(state: Tensor, k: Tensor, u: Tensor, cum: Tensor) -> None:
     keys = k.unsqueeze(1).expand(shape).reshape(value_heads, num_rows, key_dim)
     decay = total.exp().unsqueeze(-1)
     for tile in _tiles(state, u.dtype):
-        part = state[:, tile]
-        wide = part.to(u.dtype)
+        part, wide = _widened_tile(state, scale, tile, u.dtype)
         wide.mul_(decay).baddbmm_(weighted[:, tile], keys)
-        if part.dtype != u.dtype:
+        if scale is not None:
+            quantise(wide, part, scale[:, tile])
+        elif part.dtype != u.dtype:
             part.copy_(wide)
 
 
@@ -242,6 +254,7 @@ def verify(
     scale: float,
     use_qk_l2norm: bool,
     beta_scale: float,
+    state_scale: Tensor | None = None,
 ) -> None:
     """Check T_b rows of each request; see `hybridspec.ops.gated_delta_rule.verify`."""
     rows = Rows.read(cu_seqlens, slots, num_rows=q.shape[0], num_slots=state.shape[0])
@@ -261,11 +274,14 @@ def verify(
     if rows.size > 1:
         cum = cum.cumsum(1)
 
+    def read_slot(weighted: Tensor, slot: int) -> Tensor:
+        return read_state(weighted, state[slot], _factors(state_scale, slot))
+
     def read(weighted: Tensor) -> Tensor:
         if len(rows.slots) == 1:
-            return read_state(weighted, state[rows.slots[0]])
+            return read_slot(weighted, rows.slots[0])
         parts = weighted.unflatten(0, (len(rows.slots), -1)).unbind()
-        return torch.cat([read_state(x, state[i]) for x, i in zip(parts, rows.slots, strict=True)])
+        return torch.cat([read_slot(x, slot) for x, slot in zip(parts, rows.slots, strict=True)])
 
     values = widened(rows.by_head(v), dtype)
     since = cum + window.total
@@ -276,7 +292,7 @@ def verify(
         flags = is_fold.tolist()
         folding = [i for i, request in enumerate(rows.requests) if flags[request]]
         if folding:
-            _fold_requests(state, window, rows, lengths, folding)
+            _fold_requests(state, state_scale, window, rows, lengths, folding)
             by_request = (len(rows.slots), -1, rows.size)
             since.view(by_request)[folding] = cum.reshape(by_request)[folding]
     capacity = ring.k.shape[2]
@@ -284,6 +300,10 @@ def verify(
     _append(ring.k, keys, rows, free)
     _append(ring.u, u, rows, free)
     _append(ring.cum_log_decay, since, rows, free)
+
+
+def _factors(state_scale: Tensor | None, slot: int) -> Tensor | None:
+    return None if state_scale is None else state_scale[slot]
 
 
 def _cursors(ring: RingView, slots: list[int], lengths: list[int]) -> tuple[list[int], list[int]]:
@@ -305,6 +325,7 @@ def _cursors(ring: RingView, slots: list[int], lengths: list[int]) -> tuple[list
 
 def _fold_requests(
     state: Tensor,
+    state_scale: Tensor | None,
     window: Window,
     rows: Rows,
     lengths: list[int],
@@ -316,12 +337,18 @@ def _fold_requests(
         rows_by_head.unflatten(0, (count, -1)) for rows_by_head in (window.k, window.u, window.cum)
     )
     for i in folding:
-        n = lengths[i]
-        absorb(state[rows.slots[i]], k[i, :, :n], u[i, :, :n], cum[i, :, :n])
+        n, slot = lengths[i], rows.slots[i]
+        factors = _factors(state_scale, slot)
+        absorb(state[slot], k[i, :, :n], u[i, :, :n], cum[i, :, :n], factors)
 
 
 def materialize(
-    state: Tensor, ring: RingView, slots: list[int], out_slots: list[int], num_rows: list[int]
+    state: Tensor,
+    ring: RingView,
+    slots: list[int],
+    out_slots: list[int],
+    num_rows: list[int],
+    state_scale: Tensor | None = None,
 ) -> None:
     """Write the state after the first live rows of each slot; see the public function."""
     dtype = compute_dtype(state)
@@ -333,12 +360,19 @@ def materialize(
         n = max(0, min(asked, length))
         window = Window.read(ring, [slot], [start], [n], dtype)
         if target != slot:
-            state[target].copy_(state[slot])
-        absorb(state[target], window.k, window.u, window.cum)
+            for pool in (state,) if state_scale is None else (state, state_scale):
+                pool[target].copy_(pool[slot])
+        absorb(state[target], window.k, window.u, window.cum, _factors(state_scale, target))
 
 
-def fold(state: Tensor, ring: RingView, slots: Tensor, is_fold: Tensor) -> None:
+def fold(
+    state: Tensor,
+    ring: RingView,
+    slots: Tensor,
+    is_fold: Tensor,
+    state_scale: Tensor | None = None,
+) -> None:
     """Fold the live windows of the marked requests; see the public function."""
     pairs = zip(slots.tolist(), is_fold.tolist(), strict=True)
     marked = [slot for slot, flag in pairs if flag]
-    materialize(state, ring, marked, marked, [ring.k.shape[2]] * len(marked))
+    materialize(state, ring, marked, marked, [ring.k.shape[2]] * len(marked), state_scale)
