@@ -182,13 +182,18 @@ class GdnLayer:
         logs = (pool.state, pool.ring, step.cu_seqlens, step.slots)
         if step.is_prefill:
             return gated_delta_rule.prefill(
-                *rows, *logs, max_seqlen=step.max_rows, backend=self.backend
+                *rows,
+                *logs,
+                max_seqlen=step.max_rows,
+                state_scale=pool.state_scale,
+                backend=self.backend,
             )
         return gated_delta_rule.verify(
             *rows,
             *logs,
             max_verify_tokens=step.max_rows,
             is_fold=step.is_fold,
+            state_scale=pool.state_scale,
             backend=self.backend,
         )
 

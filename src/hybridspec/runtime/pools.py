@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops.gated_delta_rule import RingView
+from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 
 __all__ = ["GdnPool", "KvPool", "PoolGeometry", "Pools"]
 
@@ -49,8 +50,11 @@ class PoolGeometry:
 
     def state_bytes(self, state_dtype: torch.dtype) -> int:
         """Bytes of one request's recurrent states, all layers: what one snapshot would copy."""
-        elements = self.num_gdn_layers * self.num_value_heads * self.value_dim * self.key_dim
-        return elements * state_dtype.itemsize
+        rows = self.num_gdn_layers * self.num_value_heads * self.value_dim
+        scales = 0
+        if state_dtype == torch.int8:
+            scales = self.key_dim // GROUP_SIZE * SCALE_DTYPE.itemsize
+        return rows * (self.key_dim * state_dtype.itemsize + scales)
 
     def ring_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one request's rings of (u, k, cumulative log-decay), all layers."""
@@ -70,9 +74,13 @@ class PoolGeometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GdnPool:
-    """Memories of one GDN layer: state [S, HV, V, K], its ring, conv_ring [S, R_conv, C]."""
+    """Memories of one GDN layer: state [S, HV, V, K], its ring, conv_ring [S, R_conv, C].
+
+    An int8 state has factors, state_scale [S, HV, V, K / 32].
+    """
 
     state: Tensor
+    state_scale: Tensor | None
     ring: RingView
     conv_ring: Tensor
 
@@ -117,6 +125,10 @@ class Pools:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
+        def state_scale() -> Tensor | None:
+            shape = (num_slots, g.num_value_heads, g.value_dim, g.key_dim // GROUP_SIZE)
+            return zeros(*shape, dtype=SCALE_DTYPE) if state_dtype == torch.int8 else None
+
         self.page_table = torch.full(
             (num_slots, max_pages_per_slot), -1, dtype=torch.int32, device=device
         )
@@ -128,6 +140,7 @@ class Pools:
                 state=zeros(
                     num_slots, g.num_value_heads, g.value_dim, g.key_dim, dtype=state_dtype
                 ),
+                state_scale=state_scale(),
                 ring=self._ring(
                     zeros(num_slots, g.num_key_heads, g.ring_capacity, g.key_dim, dtype=dtype),
                     zeros(num_slots, g.num_value_heads, g.ring_capacity, g.value_dim, dtype=dtype),
@@ -167,6 +180,8 @@ class Pools:
         for pool in self.gdn:
             ring = pool.ring
             tensors += [pool.state, ring.k, ring.u, ring.cum_log_decay, pool.conv_ring]
+            if pool.state_scale is not None:
+                tensors.append(pool.state_scale)
         return tensors
 
     def slot_bytes(self) -> int:
@@ -197,9 +212,10 @@ class Pools:
         self.ring_start = _resized(self.ring_start, num_slots)
         self.history_len = _resized(self.history_len, num_slots)
         for i, pool in enumerate(self.gdn):  # layer by layer, so that the peak is one layer's copy
-            ring = pool.ring
+            ring, scale = pool.ring, pool.state_scale
             self.gdn[i] = GdnPool(
                 state=_resized(pool.state, num_slots),
+                state_scale=scale if scale is None else _resized(scale, num_slots),
                 ring=self._ring(
                     _resized(ring.k, num_slots),
                     _resized(ring.u, num_slots),
