@@ -8,12 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DRAFTERS", "DTYPES", "MAX_DRAFT_TOKENS", "EngineConfig", "SamplingParams"]
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "DRAFTERS",
+    "DTYPES",
+    "KV_LAYOUTS",
+    "MAX_DRAFT_TOKENS",
+    "EngineConfig",
+    "SamplingParams",
+]
 
 MAX_DRAFT_TOKENS = 7  # a verify step takes at most 8 rows of a request
 MAX_CONTINUATIONS = 1 << 16  # so that a slip of the keyboard does not fill the memory
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DRAFTERS = ("auto", "mtp", "lookup", "none")
+KV_LAYOUTS = ("paged", "contiguous")
+ATTENTION_BACKENDS = ("auto", "triton", "fa3", "reference")
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
@@ -190,6 +200,9 @@ class EngineConfig:
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: most tokens of a request, prompt included; None is the model's limit.
         memory_fraction: share of the GPU's memory that weights and pools may take.
+        kv_layout: "paged" hands keys and values out in pages as requests need them; "contiguous"
+            gives each slot one page of max_model_len tokens, as FlashAttention-3 wants it.
+        attention_backend: what attends in verify steps: "auto", "triton", "fa3" or "reference".
         threads: torch's CPU threads during a step; None is 1 for models of small matrices, which
             more threads slow down, and torch's own number for others.
     """
@@ -204,13 +217,21 @@ class EngineConfig:
     device: str = "auto"
     max_model_len: int | None = None
     memory_fraction: float = 0.9
+    kv_layout: str = "paged"
+    attention_backend: str = "auto"
     threads: int | None = None
 
     def __post_init__(self) -> None:
         _integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
         if self.verify_rows is not None:
             _integer("verify_rows", self.verify_rows, 1)
-        for name, allowed in (("dtype", DTYPES), ("state_dtype", DTYPES), ("drafter", DRAFTERS)):
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("state_dtype", DTYPES),
+            ("drafter", DRAFTERS),
+            ("kv_layout", KV_LAYOUTS),
+            ("attention_backend", ATTENTION_BACKENDS),
+        ):
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")

@@ -11,7 +11,15 @@ from typing import Any, NoReturn
 
 import hybridspec
 from hybridspec.bundled import PROMPT_KINDS
-from hybridspec.config import DRAFTERS, DTYPES, MAX_DRAFT_TOKENS, EngineConfig, SamplingParams
+from hybridspec.config import (
+    ATTENTION_BACKENDS,
+    DRAFTERS,
+    DTYPES,
+    KV_LAYOUTS,
+    MAX_DRAFT_TOKENS,
+    EngineConfig,
+    SamplingParams,
+)
 
 __all__ = [
     "UsageError",
@@ -150,6 +158,21 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         default=defaults["memory_fraction"],
         metavar="F",
         help="share of the GPU's memory to use (default: %(default)s)",
+    )
+    group.add_argument(
+        "--kv-layout",
+        choices=KV_LAYOUTS,
+        default=defaults["kv_layout"],
+        metavar="L",
+        help="paged (default), or contiguous: room for the longest request in every slot, which "
+        "FlashAttention-3 needs",
+    )
+    group.add_argument(
+        "--attention-backend",
+        choices=ATTENTION_BACKENDS,
+        default=defaults["attention_backend"],
+        metavar="B",
+        help="what attends in verify steps: auto (default), triton, fa3, reference",
     )
     group.add_argument(
         "--threads",

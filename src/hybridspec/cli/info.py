@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["as_json", "run", "sections"]
 
 _NAME_WIDTH = 24
+_LAYOUTS = {"paged": "paged", "contiguous": "contiguous, the longest request in every slot"}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,6 +98,7 @@ def _engine_rows(info: EngineInfo) -> list[tuple[str, str]]:
         ("draft tokens", f"{config.draft_tokens} a step"),
         ("drafter", drafter_name(config)),
         ("longest request", f"{config.max_model_len:,} tokens"),
+        ("keys and values", _LAYOUTS[config.kv_layout]),
     ]
 
 
@@ -149,6 +151,8 @@ def as_json(info: EngineInfo) -> dict[str, Any]:
         "mtp_from": config.mtp_from,
         "draft_tokens": config.draft_tokens,
         "max_model_len": config.max_model_len,
+        "kv_layout": config.kv_layout,
+        "attention_backend": config.attention_backend,
         "backends": {
             op: {"name": name, "reason": reason} for op, (name, reason) in info.backends.items()
         },

@@ -8,6 +8,7 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from hybridspec.bundled import bundled_model_path
 from hybridspec.config import EngineConfig, SamplingParams
+from hybridspec.engine.backends import choose_attention
 from hybridspec.engine.drafting import make_drafter, resolve_drafter
 from hybridspec.engine.memory import plan_pools
 from hybridspec.engine.outputs import StepOutput
@@ -107,6 +109,17 @@ class Engine:
             dtype=self.model.dtype,
             state_dtype=getattr(torch, self.config.state_dtype),
             device=self.model.device,
+        )
+        self.attention = choose_attention(
+            self.pools,
+            self.model.config,
+            requested=self.config.attention_backend,
+            max_verify_tokens=self.config.draft_tokens + 1,
+        )
+        verify_backend, prefill_backend = (self.attention[op][0] for op in ("verify", "prefill"))
+        self.config = replace(self.config, attention_backend=verify_backend)
+        self.model = self.model.with_attention(
+            verify_backend=verify_backend, prefill_backend=prefill_backend
         )
         self.allocator = Allocator(
             self.pools, can_grow=pool_plan.can_grow, max_slots=pool_plan.max_slots

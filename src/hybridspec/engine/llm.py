@@ -79,6 +79,10 @@ class LLM:
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: most tokens of a request, prompt included; None is the model's limit.
         memory_fraction: share of the GPU's memory to use; pools on CPU grow with use.
+        kv_layout: "paged" hands keys and values out in pages as requests need them; "contiguous"
+            gives each slot one page of max_model_len tokens, as FlashAttention-3 wants it.
+        attention_backend: what attends in verify steps: "triton", "fa3" (needs fa3-fwd, a Hopper
+            GPU, bfloat16 and kv_layout "contiguous") or "reference"; "auto" is the first that can.
         threads: CPU threads during a step; None is 1 for small models, else torch's own number.
         on_progress: called with the bytes of weights read so far and those of all files.
 
@@ -103,6 +107,8 @@ class LLM:
         device: str = "auto",
         max_model_len: int | None = None,
         memory_fraction: float = 0.9,
+        kv_layout: str = "paged",
+        attention_backend: str = "auto",
         threads: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
@@ -117,6 +123,8 @@ class LLM:
             device=device,
             max_model_len=max_model_len,
             memory_fraction=memory_fraction,
+            kv_layout=kv_layout,
+            attention_backend=attention_backend,
             threads=threads,
         )
         folder = model_folder(model, has_weights=not dummy_weights)
@@ -306,7 +314,7 @@ class LLM:
             model_config=engine.model.config,
             num_parameters=engine.model.num_parameters,
             has_mtp=engine.model.mtp is not None,
-            backends=backends_in_use(pools),
+            backends=backends_in_use(pools, engine.attention),
             request_bytes=parts,
             kv_bytes_per_token=kv_per_token,
             snapshot_bytes=(self.config.draft_tokens + 1) * parts["GDN state"],

@@ -26,7 +26,8 @@ class PoolPlan:
 
     Attributes:
         geometry: sizes of one request's memories.
-        num_slots, num_pages, page_size, max_pages_per_slot: as in Pools.
+        num_slots, num_pages, page_size, max_pages_per_slot: as in Pools; where keys and values are
+            contiguous, a page holds a whole request.
         max_slots: most slots ever.
         can_grow: whether the pools grow with use.
     """
@@ -45,7 +46,8 @@ def plan_pools(model: HybridModel, config: EngineConfig) -> tuple[EngineConfig, 
 
     Raises:
         ValueError: if max_model_len is longer than the model's.
-        CapacityError: if not even one short request fits the GPU.
+        CapacityError: if not even one request fits: a short one, or where keys and values are
+            contiguous, one of max_model_len tokens.
     """
     limit = model.config.max_positions
     max_len = limit if config.max_model_len is None else config.max_model_len
@@ -64,40 +66,70 @@ def plan_pools(model: HybridModel, config: EngineConfig) -> tuple[EngineConfig, 
         max_model_len=max_len,
         threads=threads,
     )
-    pages_per_slot = -(-max_len // PAGE_SIZE)
+    is_contiguous = config.kv_layout == "contiguous"
+    page_size = max_len if is_contiguous else PAGE_SIZE
+    pages_per_slot = -(-max_len // page_size)
     has_mtp = model.mtp is not None and config.drafter not in ("lookup", "none")
     geometry = model.config.pool_geometry(has_mtp=has_mtp)
+    page_bytes = page_size * geometry.kv_bytes_per_token(model.dtype)
     if model.device.type == "cpu":
+        free = available_bytes(model.device)
+        if is_contiguous and page_bytes > free:
+            raise CapacityError(_too_long(resolved, page_bytes, free))
         return resolved, PoolPlan(
             geometry=geometry,
             num_slots=1,
             num_pages=min(pages_per_slot, 16),
-            page_size=PAGE_SIZE,
+            page_size=page_size,
             max_pages_per_slot=pages_per_slot,
             max_slots=CPU_MAX_SLOTS,
             can_grow=True,
         )
-    slot_bytes = request_bytes(geometry, model.dtype, getattr(torch, resolved.state_dtype))
-    page_bytes = PAGE_SIZE * geometry.kv_bytes_per_token(model.dtype)
-    free, total = torch.cuda.mem_get_info(model.device)
-    budget = free - int((1 - config.memory_fraction) * total)
-    # Half for the fixed part of requests, at most; pages take what is left.
-    num_slots = min(GPU_MAX_SLOTS, budget // 2 // slot_bytes)
-    num_pages = (budget - num_slots * slot_bytes) // page_bytes if num_slots > 0 else 0
-    if num_slots < 1 or num_pages < 1:
-        raise CapacityError(
-            f"memory_fraction: {config.memory_fraction:g} of {total >> 20} MiB leaves "
-            f"{max(budget, 0) >> 20} MiB for requests; one needs at least "
-            f"{(slot_bytes + page_bytes) >> 20} MiB"
-        )
+    num_slots, num_pages = _sizes_on_gpu(
+        resolved,
+        model.device,
+        request_bytes(geometry, model.dtype, getattr(torch, resolved.state_dtype)),
+        page_bytes,
+    )
     return resolved, PoolPlan(
         geometry=geometry,
         num_slots=num_slots,
         num_pages=min(num_pages, num_slots * pages_per_slot),
-        page_size=PAGE_SIZE,
+        page_size=page_size,
         max_pages_per_slot=pages_per_slot,
         max_slots=num_slots,
         can_grow=False,
+    )
+
+
+def _sizes_on_gpu(
+    config: EngineConfig, device: torch.device, slot_bytes: int, page_bytes: int
+) -> tuple[int, int]:
+    """Return how many slots and pages the memory takes."""
+    free, total = torch.cuda.mem_get_info(device)
+    budget = max(free - int((1 - config.memory_fraction) * total), 0)
+    if config.kv_layout == "contiguous":
+        num_slots = min(GPU_MAX_SLOTS, budget // (slot_bytes + page_bytes))
+        if num_slots < 1:
+            raise CapacityError(_too_long(config, slot_bytes + page_bytes, budget))
+        return num_slots, num_slots
+    # Half for the fixed part of requests, at most; pages take what is left.
+    num_slots = min(GPU_MAX_SLOTS, budget // 2 // slot_bytes)
+    num_pages = (budget - num_slots * slot_bytes) // page_bytes
+    if num_slots < 1 or num_pages < 1:
+        raise CapacityError(
+            f"memory_fraction: {config.memory_fraction:g} of {total >> 20} MiB leaves "
+            f"{budget >> 20} MiB for requests; one needs at least "
+            f"{(slot_bytes + page_bytes) >> 20} MiB"
+        )
+    return num_slots, num_pages
+
+
+def _too_long(config: EngineConfig, needed: int, budget: int) -> str:
+    return (
+        f"max_model_len: with kv_layout 'contiguous' a request takes the memory of "
+        f"{config.max_model_len} tokens, {needed >> 20} MiB, and there are {budget >> 20} MiB; "
+        f"lower max_model_len, or take kv_layout 'paged'"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,14 @@ class HybridModel:
     rotary: RotaryTable
     num_parameters: int
     mtp: MtpHead | None
+
+    def with_attention(self, **backends: str) -> Self:
+        """Return the same model with other implementations of attention, as a layer takes them."""
+        layers = tuple(layer.with_attention(**backends) for layer in self.layers)
+        mtp = self.mtp
+        if mtp is not None:
+            mtp = replace(mtp, layer=mtp.layer.with_attention(**backends))
+        return replace(self, layers=layers, mtp=mtp)
 
     def forward(self, token_ids: Tensor, step: Step, pools: Pools) -> Tensor:
         """Run the trunk over packed rows and append them to the logs of their slots.

@@ -6,7 +6,8 @@ matrix product. `Step.is_prefill` alone decides whether rows are stored or appen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -207,14 +208,15 @@ class AttentionLayer:
         in_weight: [q | k | v | gate] stacked, [(2 Hq + 2 Hkv) d, D].
         qk_norm: norm of every head of q and k, weight [Hq + Hkv, d].
         out_weight: [D, Hq d].
-        backend: which implementation of the ops to use.
+        verify_backend, prefill_backend: which implementation of attention to use.
     """
 
     config: ModelConfig
     in_weight: Tensor
     qk_norm: RmsNorm
     out_weight: Tensor
-    backend: str
+    verify_backend: str
+    prefill_backend: str
 
     def forward(
         self,
@@ -238,11 +240,11 @@ class AttentionLayer:
         logs = (pool.k_pages, pool.v_pages, page_table, step.seq_len, step.cu_seqlens, step.slots)
         if step.is_prefill:
             y = paged_attention.prefill(
-                q, k, v, *logs, max_seqlen=step.max_rows, backend=self.backend
+                q, k, v, *logs, max_seqlen=step.max_rows, backend=self.prefill_backend
             )
         else:
             y = paged_attention.verify(
-                q, k, v, *logs, max_verify_tokens=step.max_rows, backend=self.backend
+                q, k, v, *logs, max_verify_tokens=step.max_rows, backend=self.verify_backend
             )
         y = y.flatten(-2).mul_(gate.sigmoid())
         return torch.addmm(residual, y, self.out_weight.t())
@@ -270,6 +272,13 @@ class DecoderLayer:
     mixer_norm: RmsNorm
     mlp_norm: RmsNorm
     pool_index: int
+
+    def with_attention(self, *, verify_backend: str, prefill_backend: str) -> Self:
+        """Return the same block, with other implementations of attention if it attends."""
+        if not isinstance(self.mixer, AttentionLayer):
+            return self
+        mixer = replace(self.mixer, verify_backend=verify_backend, prefill_backend=prefill_backend)
+        return replace(self, mixer=mixer)
 
     def forward(
         self,

@@ -317,5 +317,6 @@ class WeightReader:
                 c.norm_eps,
             ),
             out_weight=self._matrix(f"{prefix}o_proj.weight", c.hidden_size, q_size),
-            backend=self.backend,
+            verify_backend=self.backend,
+            prefill_backend=self.backend,
         )
