@@ -14,6 +14,7 @@ __all__ = [
     "DTYPES",
     "KV_LAYOUTS",
     "MAX_DRAFT_TOKENS",
+    "STATE_DTYPES",
     "EngineConfig",
     "SamplingParams",
 ]
@@ -21,6 +22,7 @@ __all__ = [
 MAX_DRAFT_TOKENS = 7  # a verify step takes at most 8 rows of a request
 MAX_CONTINUATIONS = 1 << 16  # so that a slip of the keyboard does not fill the memory
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+STATE_DTYPES = (*DTYPES, "int8")
 DRAFTERS = ("auto", "mtp", "lookup", "none")
 KV_LAYOUTS = ("paged", "contiguous")
 ATTENTION_BACKENDS = ("auto", "triton", "fa3", "reference")
@@ -196,7 +198,9 @@ class EngineConfig:
         mtp_from: model to take the draft head from, in place of the checkpoint's own.
         dummy_weights: whether to make the weights up, from config.json alone.
         dtype: of weights, activations and rings: "auto", "float32", "bfloat16" or "float16".
-        state_dtype: of the recurrent state; "auto" follows the checkpoint.
+        state_dtype: of the recurrent state, in addition "int8" (`docs/kernels/gdn_8bit.md`); "auto"
+            follows the checkpoint. What is not float32 is rounded once per fold, and plain and
+            speculative decoding fold at different tokens, so they may differ at near-ties.
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: most tokens of a request, prompt included; None is the model's limit.
         memory_fraction: share of the GPU's memory that weights and pools may take.
@@ -227,7 +231,7 @@ class EngineConfig:
             _integer("verify_rows", self.verify_rows, 1)
         for name, allowed in (
             ("dtype", DTYPES),
-            ("state_dtype", DTYPES),
+            ("state_dtype", STATE_DTYPES),
             ("drafter", DRAFTERS),
             ("kv_layout", KV_LAYOUTS),
             ("attention_backend", ATTENTION_BACKENDS),

@@ -17,6 +17,7 @@ from hybridspec.config import (
     DTYPES,
     KV_LAYOUTS,
     MAX_DRAFT_TOKENS,
+    STATE_DTYPES,
     EngineConfig,
     SamplingParams,
 )
@@ -135,13 +136,16 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="random numbers as weights, to measure a geometry from config.json alone",
     )
-    for name, what in (("dtype", "of weights and activations"), ("state_dtype", "of the state")):
+    for name, what, choices in (
+        ("dtype", "of weights and activations", DTYPES),
+        ("state_dtype", "of the recurrent state", STATE_DTYPES),
+    ):
         group.add_argument(
             _flag(name),
-            choices=DTYPES,
+            choices=choices,
             default=defaults[name],
             metavar="D",
-            help=f"{what}: {', '.join(DTYPES)}",
+            help=f"{what}: {', '.join(choices)}",
         )
     group.add_argument(
         "--device", default=defaults["device"], metavar="D", help="auto, cpu, cuda or cuda:N"

@@ -75,7 +75,9 @@ class LLM:
         dummy_weights: make the weights up, from config.json alone, to measure a geometry; texts
             mean nothing then.
         dtype: of weights, activations and rings; "auto" is float32 on CPU, else the file's.
-        state_dtype: of the recurrent state; "auto" is the checkpoint's.
+        state_dtype: of the recurrent state, in addition "int8"; "auto" is the checkpoint's. With 16
+            or 8 bits, plain and speculative decoding may differ where two tokens nearly tie: they
+            round the state at different tokens.
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: most tokens of a request, prompt included; None is the model's limit.
         memory_fraction: share of the GPU's memory to use; pools on CPU grow with use.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybridspec.config import EngineConfig
-from hybridspec.errors import CapacityError
+from hybridspec.errors import CapacityError, UnsupportedError
 from hybridspec.models import HybridModel
 from hybridspec.runtime import PoolGeometry
 
@@ -18,6 +18,7 @@ PAGE_SIZE = 64  # tokens per KV page
 CPU_MAX_SLOTS = 64
 SMALL_HIDDEN_SIZE = 512  # up to here a step is made of small operations, slower on two threads
 GPU_MAX_SLOTS = 256
+INT8_KEY_DIMS = (64, 128)  # where the error of 8-bit states was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ def plan_pools(model: HybridModel, config: EngineConfig) -> tuple[EngineConfig, 
 
     Raises:
         ValueError: if max_model_len is longer than the model's.
+        UnsupportedError: for 8-bit states of a head size for which they were not validated.
         CapacityError: if not even one request fits: a short one, or where keys and values are
             contiguous, one of max_model_len tokens.
     """
@@ -54,6 +56,13 @@ def plan_pools(model: HybridModel, config: EngineConfig) -> tuple[EngineConfig, 
     if max_len > limit:
         raise ValueError(f"max_model_len: expected at most the model's {limit}, got {max_len}")
     state_dtype = model.config.state_dtype if config.state_dtype == "auto" else config.state_dtype
+    key_dim = model.config.gdn.key_dim
+    if config.state_dtype == "int8" and key_dim not in INT8_KEY_DIMS:
+        sizes = " and ".join(map(str, INT8_KEY_DIMS))
+        raise UnsupportedError(
+            f"state_dtype: int8 was validated for key heads of {sizes} only, this model's have "
+            f"{key_dim}; use bfloat16"
+        )
     threads = config.threads
     if threads is None and model.device.type == "cpu":
         is_small = model.config.hidden_size <= SMALL_HIDDEN_SIZE
