@@ -108,6 +108,8 @@ def test_what_a_caller_keeps_hold_of_is_copied() -> None:
         ("max_model_len", "long", TypeError),
         ("memory_fraction", 0, ValueError),
         ("memory_fraction", 1.5, ValueError),
+        ("kv_layout", "rows", ValueError),
+        ("attention_backend", "cuda", ValueError),
         ("threads", 0, ValueError),
         ("threads", 10**20, ValueError),
     ],

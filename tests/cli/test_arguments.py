@@ -39,7 +39,6 @@ def test_two_dashes_can_be_a_value() -> None:
 
 def test_no_speculation_is_zero_drafts() -> None:
     assert parse(["generate", "--no-speculation"]).draft_tokens == 0
-    assert parse(["generate", "--no-speculation", "--draft-tokens", "5"]).draft_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -56,6 +55,14 @@ def test_no_speculation_is_zero_drafts() -> None:
         ("generate --stop-token-id=--", "--stop-token-id: invalid int value: '--'"),
         ("generate a b", "b"),
         ("generate --dtype float8", "--dtype"),
+        ("generate --kv-layout rows", "--kv-layout"),
+        ("generate --attention-backend cuda", "--attention-backend"),
+        ("generate --no-speculation --draft-tokens 5", "--no-speculation and --draft-tokens"),
+        ("info --no-speculation --draft-tokens 0", "--no-speculation and --draft-tokens"),
+        ("generate --no-speculation --mtp-from x", "--mtp-from: expected drafts from a head, got"),
+        ("info --draft-tokens 0 --mtp-from x", "--mtp-from: expected drafts from a head, got"),
+        ("generate --drafter none --mtp-from x", "got plain decoding"),
+        ("compare --drafter lookup --mtp-from x", "got --drafter lookup"),
         ("generate --system x", "--system: needs --chat"),
         ("generate --chat-template x", "--chat-template: needs --chat"),
         ("generate --template-arg a=1", "--template-arg: needs --chat"),

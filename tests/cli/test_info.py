@@ -34,6 +34,15 @@ def test_snapshots_are_no_topic_without_drafts(cli: Callable, fake: FakeLLM) -> 
     assert "snapshots" not in cli("info", "--no-speculation").out
 
 
+def test_room_for_the_longest_request_in_every_slot(cli: Callable, fake: FakeLLM) -> None:
+    fake.kv_layout = "contiguous"
+    lines = [" ".join(line.split()) for line in cli("info").out.splitlines()]
+    assert "keys and values contiguous, the longest request in every slot" in lines
+    assert "keys and values 10 B a token, 9.8 KiB whatever the length" in lines
+    document = json.loads(cli("info", "--json").out)
+    assert (document["kv_layout"], document["attention_backend"]) == ("contiguous", "auto")
+
+
 def test_json(cli: Callable, fake: FakeLLM) -> None:
     document = json.loads(cli("info", "--json").out)
     assert document["request_bytes"] == {"GDN state": 1024, "GDN ring": 512, "conv ring": 512}

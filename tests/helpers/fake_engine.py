@@ -67,8 +67,10 @@ class FakeLLM:
         step_s: seconds that each is said to take.
         draft_tokens: as in EngineConfig.
         has_dummy_weights: whether it says that its weights are made up.
+        kv_layout: as in EngineConfig.
         tokenizer: None makes it a model without text.
         seen: the sampling parameters of the requests, in order.
+        prompts: the tokens of their prompts.
         chats: the messages and the template's options of the conversations, in order.
     """
 
@@ -76,8 +78,10 @@ class FakeLLM:
     step_s: float = 0.5
     draft_tokens: int = 3
     has_dummy_weights: bool = False
+    kv_layout: str = "paged"
     tokenizer: FakeTokenizer | None = field(default_factory=FakeTokenizer)
     seen: list[SamplingParams] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
     chats: list[tuple[list[dict[str, str]], dict[str, Any]]] = field(default_factory=list)
 
     @property
@@ -86,14 +90,22 @@ class FakeLLM:
             draft_tokens=self.draft_tokens,
             drafter="mtp" if self.draft_tokens else "none",
             dummy_weights=self.has_dummy_weights,
+            kv_layout=self.kv_layout,
             dtype="float32",
             state_dtype="float32",
             device="cpu",
             max_model_len=1000,
         )
 
-    def generate(self, prompts: str, sampling_params: SamplingParams) -> list[RequestOutput]:
-        return [list(self.stream(prompts, sampling_params))[-1].output]
+    def generate(
+        self,
+        prompts: str | None,
+        sampling_params: SamplingParams,
+        *,
+        prompt_token_ids: list[int] | None = None,
+    ) -> list[RequestOutput]:
+        steps = self.stream(prompts, sampling_params, prompt_token_ids=prompt_token_ids)
+        return [list(steps)[-1].output]
 
     def stream(
         self,
@@ -104,6 +116,7 @@ class FakeLLM:
     ) -> Iterator[StepOutput]:
         self.seen.append(sampling_params)
         ids = prompt_token_ids or [ord(character) for character in prompt or ""]
+        self.prompts.append(ids)
         return self._steps(prompt, ids)
 
     def stream_chat(

@@ -32,6 +32,7 @@ from hybridspec.cli.render import (
     trace_heading,
     trace_line,
 )
+from hybridspec.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from hybridspec.engine import CompletionOutput, RequestOutput, StepOutput
     from hybridspec.speculate import TokenLogprobs
 
-__all__ = ["Result", "report", "run"]
+__all__ = ["Result", "raise_error", "report", "run"]
 
 _SEED_BITS = 31
 
@@ -71,8 +72,8 @@ class Result:
         """Return bytes of this request, here and in an engine that keeps state snapshots."""
         info = self.llm.describe()
         outputs = self.output.outputs
-        num_tokens = len(outputs) * len(self.output.prompt_token_ids) + self.num_new_tokens
-        kv = num_tokens * info.kv_bytes_per_token
+        num_prompt = len(self.output.prompt_token_ids)
+        kv = sum(info.kv_bytes(num_prompt + len(one.token_ids)) for one in outputs)
         return {
             "bytes_per_request": len(outputs) * sum(info.request_bytes.values()) + kv,
             "bytes_per_request_with_snapshots": len(outputs) * info.snapshot_bytes + kv,
@@ -112,12 +113,26 @@ def report(
     prompt: Prompt,
     steps: Iterator[StepOutput],
 ) -> Result:
-    """Run a request and show it in the form that the flags ask for."""
-    if not arguments.json:
-        return _show(arguments, llm, params, prompt, steps)
-    result = _collect(llm, params, steps, on_step=lambda step: None)
-    print(json.dumps(as_json(result, with_steps=arguments.trace), allow_nan=False), flush=True)
+    """Run a request and show it in the form that the flags ask for.
+
+    Raises:
+        CheckpointError: if the model's logits were not numbers; what came before is shown.
+    """
+    if arguments.json:
+        result = _collect(llm, params, steps, on_step=lambda step: None)
+        document = as_json(result, with_steps=arguments.trace)
+        print(json.dumps(document, allow_nan=False), flush=True)
+    else:
+        result = _show(arguments, llm, params, prompt, steps)
+    raise_error(result.output)
     return result
+
+
+def raise_error(output: RequestOutput) -> None:
+    """Raise CheckpointError if a continuation failed."""
+    for one in output.outputs:
+        if one.error is not None:
+            raise CheckpointError(one.error)
 
 
 def _collect(

@@ -106,9 +106,11 @@ def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
     length = info.config.max_model_len
     assert length is not None
     kv, fixed = info.kv_bytes_per_token, sum(info.request_bytes.values())
+    is_contiguous = info.config.kv_layout == "contiguous"
+    where = "whatever the length" if is_contiguous else f"at {length:,} tokens"
     rows = [(name, amount(size)) for name, size in info.request_bytes.items()]
     rows += [
-        ("keys and values", f"{amount(kv)} a token, {amount(kv * length)} at {length:,} tokens"),
+        ("keys and values", f"{amount(kv)} a token, {amount(kv * length)} {where}"),
         ("together", f"{amount(fixed)} and keys and values"),
     ]
     if info.config.draft_tokens:

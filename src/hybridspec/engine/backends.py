@@ -28,7 +28,7 @@ def choose_attention(
 ) -> AttentionChoice:
     """Choose what attends over these pools, once for all steps.
 
-    Prompts are attended by FlashAttention-3 where verify steps are, and by the reference elsewhere.
+    Prompts are attended by FlashAttention-3 where it serves and nothing else was asked for.
 
     Args:
         pools: the memories; their layout and dtype decide.
@@ -66,7 +66,9 @@ def choose_attention(
         other: explain(*call, out, config.max_positions)
         for other, explain in paged_attention.prefill_backends(q).items()
     }
-    name = "fa3" if name == "fa3" and refusals["fa3"] is None else "reference"
+    name = "reference"
+    if requested in ("auto", "fa3") and refusals["fa3"] is None:
+        name = "fa3"
     choice["prefill"] = (name, _reason(name, refusals, is_asked_for=False))
     _log.info("attention: %s, prompts: %s", choice["verify"][0], choice["prefill"][0])
     return choice

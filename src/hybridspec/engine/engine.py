@@ -122,7 +122,10 @@ class Engine:
             verify_backend=verify_backend, prefill_backend=prefill_backend
         )
         self.allocator = Allocator(
-            self.pools, can_grow=pool_plan.can_grow, max_slots=pool_plan.max_slots
+            self.pools,
+            can_grow=pool_plan.can_grow,
+            max_slots=pool_plan.max_slots,
+            has_clean_values="fa3" in (verify_backend, prefill_backend),
         )
         self.scheduler = Scheduler(self.allocator)
         if drafter is None:

@@ -51,6 +51,13 @@ class EngineInfo:
     snapshot_bytes: int
     num_requests_fit: int
 
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Bytes of keys and values that a request of so many tokens keeps others from using."""
+        if self.config.kv_layout == "contiguous":
+            assert self.config.max_model_len is not None
+            num_tokens = self.config.max_model_len
+        return num_tokens * self.kv_bytes_per_token
+
 
 class LLM:
     """A hybrid language model that decodes speculatively, exactly; threads may share it.

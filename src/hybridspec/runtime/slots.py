@@ -24,11 +24,15 @@ class Allocator:
         pools: the pools whose rows are handed out; grown here if `can_grow`.
         can_grow: whether a shortage enlarges the pools (CPU) or makes the request wait (GPU).
         max_slots: most slots, growing included.
+        has_clean_values: whether pages are handed out with values of zero. FlashAttention-3 needs
+            it: it multiplies what lies behind the last position by zero, and a request that
+            overflowed may have left NaN there.
     """
 
     pools: Pools
     can_grow: bool
     max_slots: int
+    has_clean_values: bool = False
     _free_slots: list[int] = field(init=False)
     _free_pages: list[int] = field(init=False)
     _pages: dict[int, list[int]] = field(init=False, default_factory=dict)
@@ -69,6 +73,10 @@ class Allocator:
         pools.page_table[slot] = row.to(pools.device)
         slots = torch.tensor([slot], dtype=torch.int32, device=pools.device)
         reset_slots(pools.slot_tensors(), slots)
+        if self.has_clean_values:
+            pages_of_slot = pools.page_table[slot, :pages].to(torch.int64)
+            for pool in pools.kv:
+                pool.v_pages.index_fill_(0, pages_of_slot, 0.0)
         # Last, so that nothing is lost where the above is interrupted.
         self._pages[slot] = mine
         self._free_slots.pop()
