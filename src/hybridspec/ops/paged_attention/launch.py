@@ -2,9 +2,83 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-__all__ = ["explain_verify", "verify"]
+from hybridspec.ops._triton_support import (
+    INTEGERS,
+    capability,
+    explain_tensors,
+    round_up_to_power_of_two,
+)
+
+__all__ = ["LaunchConfig", "choose_launch", "explain_verify", "verify", "verify_bytes"]
+
+_MAX_TOKENS = 16
+_MAX_REQUESTS = 4096
+_FEWEST_REQUESTS = 64  # smaller batches share a compiled kernel
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """Sizes of one launch.
+
+    Attributes:
+        block_m: query rows (row of the request times head of the group) of a tile.
+        block_n: keys of a unit of work.
+        num_stages: depth of the copy pipeline (blocks in flight + 1).
+        num_warps: warps of a program.
+        num_programs: programs that share the units.
+        is_overlapped: whether the second launch starts while the first one runs.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int
+    num_warps: int
+    num_programs: int
+    is_overlapped: bool
+
+
+@functools.cache
+def choose_launch(
+    target: tuple[int, int],
+    num_processors: int,
+    num_query_rows: int,
+    head_dim: int,
+    itemsize: int,
+) -> LaunchConfig:
+    """Pick sizes; tuned on an H200 with Triton 3.6.
+
+    Args:
+        target: compute capability of the device.
+        num_processors: its multiprocessors.
+        num_query_rows: most rows of a request times query heads of a key head.
+        head_dim: D.
+        itemsize: bytes of an element of keys and values.
+    """
+    block_m = min(max(round_up_to_power_of_two(num_query_rows), 16), 64)
+    row_bytes = round_up_to_power_of_two(head_dim) * itemsize
+    return LaunchConfig(
+        block_m=block_m,
+        block_n=64 if row_bytes <= 256 else 32,
+        num_stages=3,
+        num_warps=4 if block_m < 64 else 8,
+        num_programs=num_processors * (2 if block_m < 64 else 1),
+        is_overlapped=target >= (9, 0),
+    )
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 3  # of Triton's interpreter: few, so that small batches are cut too
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def explain_verify(
@@ -21,7 +95,27 @@ def explain_verify(
     max_verify_tokens: int,
 ) -> str | None:
     """Say why the Triton kernels cannot serve a verify call, or return None."""
-    return "there is no kernel yet"
+    floats = [("q", q), ("k", k), ("v", v), ("k_pages", k_pages), ("v_pages", v_pages)]
+    integers = [
+        ("page_table", page_table), ("seq_len", seq_len), ("cu_seqlens", cu_seqlens),
+        ("slots", slots), 
+    ]  # fmt: skip
+    reason = explain_tensors([*floats, ("out", out)]) or explain_tensors(
+        [("page_table", page_table), *integers], INTEGERS
+    )
+    if reason is not None:
+        return reason
+    for name, tensor in floats[1:]:
+        if tensor.dtype != q.dtype:
+            kinds = [str(x.dtype).removeprefix("torch.") for x in (tensor, q)]
+            return f"{name} has dtype {kinds[0]}, q has {kinds[1]}; the kernel takes one dtype"
+    if k_pages.stride() != v_pages.stride():
+        return f"v_pages has strides {v_pages.stride()}, k_pages has {k_pages.stride()}"
+    if max_verify_tokens > _MAX_TOKENS:
+        return f"max_verify_tokens is {max_verify_tokens}, the kernel takes up to {_MAX_TOKENS}"
+    if slots.shape[0] > _MAX_REQUESTS:
+        return f"slots: {slots.shape[0]} requests, the kernel takes up to {_MAX_REQUESTS}"
+    return None
 
 
 def verify(
@@ -37,6 +131,81 @@ def verify(
     max_verify_tokens: int,
     scale: float,
     out: Tensor,
+    config: LaunchConfig | None = None,
 ) -> None:
     """Launch the verify kernels; arguments as `api.verify`."""
-    raise NotImplementedError
+    from hybridspec.ops.paged_attention.triton_verify import finish_kernel, split_kernel
+
+    (num_rows, num_query_heads, head_dim), num_requests = q.shape, slots.shape[0]
+    num_heads = k.shape[1]
+    if num_rows == 0 or num_requests == 0:
+        out.zero_()
+        return
+    group = num_query_heads // num_heads
+    if config is None:
+        config = choose_launch(
+            capability(q), _num_processors(q.device), max_verify_tokens * group, head_dim,
+            q.element_size(),
+        )  # fmt: skip
+    programs, block_m = config.num_programs, config.block_m
+    parts = q.new_empty(2, programs, block_m, head_dim, dtype=torch.float32)
+    sums = q.new_empty(2, programs, 2, block_m, dtype=torch.float32)
+    cuts = q.new_empty(programs, 4, dtype=torch.int32)
+    sizes = {
+        "HEADS": num_heads,
+        "GROUP": group,
+        "D": head_dim,
+        "PAGE_SIZE": k_pages.shape[1],
+        "REQUESTS": max(round_up_to_power_of_two(num_requests), _FEWEST_REQUESTS),
+        "BLOCK_M": block_m,
+        "BLOCK_D": round_up_to_power_of_two(head_dim),
+        "IS_OVERLAPPED": config.is_overlapped,
+    }
+    metadata = (page_table, seq_len, cu_seqlens, slots, num_requests)
+    strides = (
+        *k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3],
+        *out.stride()[:2], *page_table.stride(),
+    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        split_kernel[(programs,)](
+            q, k, v, k_pages, v_pages, out, parts, sums, cuts, *metadata, scale * _LOG2_E,
+            *q.stride()[:2], *strides,
+            **sizes,
+            BLOCK_N=config.block_n,
+            STAGES=config.num_stages,
+            num_warps=config.num_warps,
+        )  # fmt: skip
+        finish_kernel[(min(block_m, max_verify_tokens * group), programs)](
+            k, v, parts, sums, cuts, k_pages, v_pages, out, *metadata, num_rows, programs,
+            *strides,
+            **sizes,
+            BLOCK_PARTS=8,
+            BLOCK_HEADS=round_up_to_power_of_two(num_heads),
+            BLOCK_QUERY_HEADS=round_up_to_power_of_two(num_query_heads),
+            num_warps=2,
+            **({"launch_pdl": True} if config.is_overlapped else {}),
+        )  # fmt: skip
+
+
+def verify_bytes(
+    positions: list[int],
+    num_tokens: list[int],
+    *,
+    num_query_heads: int,
+    num_heads: int,
+    head_dim: int,
+    itemsize: int,
+) -> int:
+    """Count the bytes that one verify step must move: keys and values, rows in, rows out, appended.
+
+    Args:
+        positions: positions stored before the step, of each request that has rows.
+        num_tokens: its new rows.
+        num_query_heads: Hq.
+        num_heads: Hkv.
+        head_dim: D.
+        itemsize: bytes of an element.
+    """
+    old = 2 * num_heads * sum(positions)
+    new = (2 * num_query_heads + 4 * num_heads) * sum(num_tokens)
+    return (old + new) * head_dim * itemsize

@@ -1,0 +1,298 @@
+"""Triton kernels of attention over pages: equal shares of all key blocks, then one finish.
+
+A unit of work is one block of keys of one request and one tile of query rows. The programs of
+`split_kernel` share all units of a step evenly, whatever the lengths, so a program may see the end
+of one request, whole requests and the beginning of another. `finish_kernel` appends the new rows,
+zeros rows of nobody and adds up the parts of what was cut.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+__all__ = ["finish_kernel", "split_kernel"]
+
+
+@triton.jit
+def _program_of(unit, share, num_larger):
+    """Which program has a unit: the first `num_larger` have one more than `share`."""
+    larger = num_larger * (share + 1)
+    rest = num_larger + (unit - larger) // tl.maximum(share, 1)
+    return tl.where(unit < larger, unit // (share + 1), rest)
+
+
+@triton.jit
+def _load_pages(table_ptr, stride, block, position, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page of each key of a block, or the one page of all; 0 where nothing is stored yet."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        first = block * BLOCK_N
+        ptr = table_ptr + (first // PAGE_SIZE) * tl.cast(stride, tl.int64)
+        return tl.load(ptr, mask=first < position, other=0).to(tl.int32)
+    else:
+        keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        ptrs = table_ptr + (keys // PAGE_SIZE) * tl.cast(stride, tl.int64)
+        return tl.load(ptrs, mask=keys < position, other=0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def split_kernel(
+    # inputs: q [N, Hq, D]; k, v [N, Hkv, D]; k_pages, v_pages [P, PAGE_SIZE, Hkv, D]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    # outputs: out [N, Hq, D]; of each program two cut tiles, parts [2, programs, BLOCK_M, D] and
+    # sums [2, programs, 2, BLOCK_M] (maximum, sum); cuts [programs, 4]
+    out_ptr,
+    parts_ptr,
+    sums_ptr,
+    cuts_ptr,
+    # metadata: page_table [S, max_pages]; seq_len [S]; cu_seqlens [B + 1]; slots [B]
+    page_table_ptr,
+    seq_len_ptr,
+    cu_seqlens_ptr,
+    slots_ptr,
+    num_requests,
+    scale_log2,
+    q_stride_n,
+    q_stride_h,
+    k_stride_n,
+    k_stride_h,
+    v_stride_n,
+    v_stride_h,
+    pages_stride_p,
+    pages_stride_j,
+    pages_stride_h,
+    out_stride_n,
+    out_stride_h,
+    page_table_stride_s,
+    page_table_stride_p,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
+):
+    """Attend over a share of the units; HEADS are key heads, each read by GROUP query heads."""
+    if IS_OVERLAPPED:
+        gdc_launch_dependents()
+    pid, num_programs = tl.program_id(0), tl.num_programs(0)
+    requests = tl.arange(0, REQUESTS)
+    is_request = requests < num_requests
+    begins = tl.load(cu_seqlens_ptr + requests, mask=is_request, other=0).to(tl.int32)
+    ends = tl.load(cu_seqlens_ptr + 1 + requests, mask=is_request, other=0).to(tl.int32)
+    slots = tl.load(slots_ptr + requests, mask=is_request, other=-1).to(tl.int64)
+    is_live = (slots >= 0) & (ends > begins)
+    lengths = tl.load(seq_len_ptr + slots, mask=is_live, other=0).to(tl.int32) + ends - begins
+    blocks = tl.where(is_live, tl.cdiv(lengths, BLOCK_N), 0)
+    tiles = HEADS * tl.cdiv((ends - begins) * GROUP, BLOCK_M)
+    unit_ends = tl.cumsum(blocks * tiles, 0)
+    num_units = tl.max(unit_ends, 0)
+    share, num_larger = num_units // num_programs, num_units % num_programs
+    unit = pid * share + tl.minimum(pid, num_larger)
+    last_unit = unit + share + (pid < num_larger).to(tl.int32)
+    tl.store(cuts_ptr + pid * 4, 0)
+
+    d_offs = tl.arange(0, BLOCK_D)
+    d_mask = (d_offs < D)[None, :]
+    while unit < last_unit:
+        request = tl.sum((unit_ends <= unit).to(tl.int32), 0)
+        num_blocks = tl.sum(tl.where(requests == request, blocks, 0), 0)
+        request_end = tl.sum(tl.where(requests == request, unit_ends, 0), 0)
+        first = tl.load(cu_seqlens_ptr + request).to(tl.int64)
+        num_tokens = (tl.load(cu_seqlens_ptr + request + 1) - first).to(tl.int32)
+        slot = tl.load(slots_ptr + request).to(tl.int64)
+        position = tl.load(seq_len_ptr + slot).to(tl.int32)
+        m_tiles = tl.cdiv(num_tokens * GROUP, BLOCK_M)
+        begin = request_end - num_blocks * HEADS * m_tiles
+        tile = (unit - begin) // num_blocks
+        begin += tile * num_blocks
+        block, end_block = unit - begin, tl.minimum(last_unit - begin, num_blocks)
+        head = (tile // m_tiles).to(tl.int64)
+
+        m_offs = (tile % m_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+        tokens = m_offs // GROUP
+        heads = head * GROUP + m_offs % GROUP
+        m_mask = (tokens < num_tokens)[:, None] & d_mask
+        q_rows = q_ptr + (first + tokens) * q_stride_n + heads * q_stride_h
+        q = tl.load(q_rows[:, None] + d_offs[None, :], mask=m_mask, other=0.0)
+        k_new_ptr = k_ptr + (first - position) * k_stride_n + head * k_stride_h
+        v_new_ptr = v_ptr + (first - position) * v_stride_n + head * v_stride_h
+        k_old_ptr = k_pages_ptr + head * pages_stride_h
+        v_old_ptr = v_pages_ptr + head * pages_stride_h
+        table_ptr = page_table_ptr + slot * page_table_stride_s
+
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        pages = _load_pages(table_ptr, page_table_stride_p, block, position, PAGE_SIZE, BLOCK_N)
+        for i in tl.range(block, end_block, num_stages=STAGES):
+            keys = i * BLOCK_N + tl.arange(0, BLOCK_N)
+            is_old = keys < position
+            kv_mask = (keys < position + num_tokens)[:, None] & d_mask
+            places = pages * tl.cast(pages_stride_p, tl.int64)
+            places += (keys % PAGE_SIZE) * tl.cast(pages_stride_j, tl.int64)
+            new_k, new_v = (
+                keys * tl.cast(k_stride_n, tl.int64),
+                keys * tl.cast(v_stride_n, tl.int64),
+            )
+            k_rows = tl.where(is_old, k_old_ptr + places, k_new_ptr + new_k)
+            v_rows = tl.where(is_old, v_old_ptr + places, v_new_ptr + new_v)
+            k = tl.load(k_rows[:, None] + d_offs[None, :], mask=kv_mask, other=0.0)
+            v = tl.load(v_rows[:, None] + d_offs[None, :], mask=kv_mask, other=0.0)
+            pages = _load_pages(table_ptr, page_table_stride_p, i + 1, position, PAGE_SIZE, BLOCK_N)
+
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            is_seen = keys[None, :] <= position + tokens[:, None]
+            scores = tl.where(is_seen, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(scores - shift[:, None])
+            decay = tl.exp2(peak - shift)
+            total = total * decay + tl.sum(weights, 1)
+            acc = acc * decay[:, None]
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+            peak = new_peak
+
+        if (block == 0) & (end_block == num_blocks):
+            out_rows = out_ptr + (first + tokens) * out_stride_n + heads * out_stride_h
+            y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_rows[:, None] + d_offs[None, :], y, mask=m_mask)
+            tl.store(cuts_ptr + pid * 4, 0)
+        else:
+            begins_here = (block == 0).to(tl.int32)
+            place = begins_here * num_programs + pid
+            rows = place.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            tl.store(parts_ptr + (rows * D)[:, None] + d_offs[None, :], acc, mask=m_mask)
+            sums_rows = sums_ptr + place * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
+            tl.store(sums_rows, peak)
+            tl.store(sums_rows + BLOCK_M, total)
+            end = _program_of(begin + num_blocks - 1, share, num_larger)
+            tl.store(cuts_ptr + pid * 4, begins_here * (end - pid + 1))
+            tl.store(cuts_ptr + pid * 4 + 1, first.to(tl.int32))
+            tl.store(cuts_ptr + pid * 4 + 2, num_tokens)
+            tl.store(cuts_ptr + pid * 4 + 3, tile)
+        unit = begin + end_block
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_rows", "num_programs"])
+def finish_kernel(
+    # inputs: k, v [N, Hkv, D]; parts, sums and cuts as above
+    k_ptr,
+    v_ptr,
+    parts_ptr,
+    sums_ptr,
+    cuts_ptr,
+    # in-out: k_pages, v_pages [P, PAGE_SIZE, Hkv, D]
+    k_pages_ptr,
+    v_pages_ptr,
+    # output: out [N, Hq, D]
+    out_ptr,
+    # metadata: page_table [S, max_pages]; seq_len [S]; cu_seqlens [B + 1]; slots [B]
+    page_table_ptr,
+    seq_len_ptr,
+    cu_seqlens_ptr,
+    slots_ptr,
+    num_requests,
+    num_rows,
+    num_programs,
+    k_stride_n,
+    k_stride_h,
+    v_stride_n,
+    v_stride_h,
+    pages_stride_p,
+    pages_stride_j,
+    pages_stride_h,
+    out_stride_n,
+    out_stride_h,
+    page_table_stride_s,
+    page_table_stride_p,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_QUERY_HEADS: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
+):
+    """Append rows and zero dead ones; then add up one row of the tile that a program began."""
+    m, cut = tl.program_id(0), tl.program_id(1)
+    d_offs = tl.arange(0, BLOCK_D)
+    d_mask = d_offs < D
+    requests = tl.arange(0, REQUESTS)
+    is_request = requests < num_requests
+    worker = cut * tl.num_programs(0) + m
+    for row in range(worker, num_rows, num_programs * tl.num_programs(0)):
+        begins = tl.load(cu_seqlens_ptr + requests, mask=is_request, other=0)
+        ends = tl.load(cu_seqlens_ptr + 1 + requests, mask=is_request, other=0)
+        slots = tl.load(slots_ptr + requests, mask=is_request, other=-1)
+        is_mine = (begins <= row) & (row < ends)
+        slot = tl.max(tl.where(is_mine, slots, -1), 0).to(tl.int64)
+        begin = tl.max(tl.where(is_mine, begins, 0), 0)
+        if slot < 0:
+            q_heads = tl.arange(0, BLOCK_QUERY_HEADS)
+            out_rows = out_ptr + row * tl.cast(out_stride_n, tl.int64) + q_heads * out_stride_h
+            zeros = tl.zeros([BLOCK_QUERY_HEADS, BLOCK_D], out_ptr.dtype.element_ty)
+            q_mask = (q_heads < HEADS * GROUP)[:, None] & d_mask[None, :]
+            tl.store(out_rows[:, None] + d_offs[None, :], zeros, mask=q_mask)
+        else:
+            position = (tl.load(seq_len_ptr + slot) + row - begin).to(tl.int32)
+            ptr = page_table_ptr + slot * page_table_stride_s
+            ptr += (position // PAGE_SIZE) * tl.cast(page_table_stride_p, tl.int64)
+            heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)
+            places = tl.load(ptr) * tl.cast(pages_stride_p, tl.int64) + heads * pages_stride_h
+            places += (position % PAGE_SIZE) * tl.cast(pages_stride_j, tl.int64)
+            mask = (heads < HEADS)[:, None] & d_mask[None, :]
+            k_rows = k_ptr + row * tl.cast(k_stride_n, tl.int64) + heads * k_stride_h
+            v_rows = v_ptr + row * tl.cast(v_stride_n, tl.int64) + heads * v_stride_h
+            k = tl.load(k_rows[:, None] + d_offs[None, :], mask=mask, other=0.0)
+            v = tl.load(v_rows[:, None] + d_offs[None, :], mask=mask, other=0.0)
+            tl.store((k_pages_ptr + places)[:, None] + d_offs[None, :], k, mask=mask)
+            tl.store((v_pages_ptr + places)[:, None] + d_offs[None, :], v, mask=mask)
+
+    if IS_OVERLAPPED:
+        gdc_wait()
+    num_parts = tl.load(cuts_ptr + cut * 4)
+    first = tl.load(cuts_ptr + cut * 4 + 1).to(tl.int64)
+    num_tokens = tl.load(cuts_ptr + cut * 4 + 2)
+    tile = tl.load(cuts_ptr + cut * 4 + 3)
+    m_tiles = tl.maximum(tl.cdiv(num_tokens * GROUP, BLOCK_M), 1)
+    row = (tile % m_tiles) * BLOCK_M + m
+    token, head = row // GROUP, tile // m_tiles * GROUP + row % GROUP
+    if (num_parts == 0) | (token >= num_tokens):
+        return
+
+    peak = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, num_parts, BLOCK_PARTS):
+        parts = start + tl.arange(0, BLOCK_PARTS)
+        is_part = parts < num_parts
+        places = (tl.where(parts == 0, num_programs, parts) + cut).to(tl.int64)
+        sums_rows = sums_ptr + places * (2 * BLOCK_M) + m
+        peaks = tl.load(sums_rows, mask=is_part, other=float("-inf"))
+        totals = tl.load(sums_rows + BLOCK_M, mask=is_part, other=0.0)
+        values = tl.load(
+            parts_ptr + ((places * BLOCK_M + m) * D)[:, None] + d_offs[None, :],
+            mask=is_part[:, None] & d_mask[None, :],
+            other=0.0,
+        )
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
+        weights, decay = tl.exp2(peaks - new_peak), tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weights * totals, 0)
+        acc = acc * decay + tl.sum(weights[:, None] * values, 0)
+        peak = new_peak
+    out_ptr += (first + token) * out_stride_n + head * out_stride_h
+    tl.store(out_ptr + d_offs, (acc / total).to(out_ptr.dtype.element_ty), mask=d_mask)
