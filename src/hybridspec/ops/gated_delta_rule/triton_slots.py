@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybridspec.ops._triton_folds import is_fold_due
+from hybridspec.ops.triton_folds import is_fold_due
 
 __all__ = [
     "commit_kernel",
