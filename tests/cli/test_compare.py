@@ -82,13 +82,24 @@ def test_the_order_alternates(
     order = []
     real = FakeLLM.generate
 
-    def generate(self: FakeLLM, *arguments: object) -> object:
+    def generate(self: FakeLLM, *arguments: object, **options: object) -> object:
         order.append(self.draft_tokens)
-        return real(self, *arguments)
+        return real(self, *arguments, **options)
 
     monkeypatch.setattr(FakeLLM, "generate", generate)
     cli("compare", "one", "two", "three")
     assert order == [0, 3, 3, 0, 0, 3]
+
+
+def test_prompts_as_token_ids(cli: Callable, engines: dict[int, FakeLLM]) -> None:
+    for llm in engines.values():
+        llm.tokenizer = None
+    flags = ("--prompt-token-ids", "1,2,3", "--prompt-token-ids", "4 5")
+    document = json.loads(cli("compare", *flags, "--json").out)
+    assert [run["prompt"] for run in document["runs"]] == ["1,2,3", "4 5"]
+    assert engines[0].prompts == [[1, 2, 3], [4, 5]]
+    assert engines[3].prompts == [[1, 2, 3], [4, 5]] * 2  # checked before any of them runs
+    assert document["identical"] is True
 
 
 def test_default_prompts_are_spread_over_the_held_out_texts(
@@ -110,6 +121,9 @@ def test_default_prompts_are_spread_over_the_held_out_texts(
         ("",),
         ("--num-prompts", "1000"),
         ("--max-tokens", "0"),
+        ("--prompt-token-ids", "1,x"),
+        ("--prompt-token-ids", ""),
+        ("--prompt-token-ids", "1,2", "and a text"),
     ],
 )
 def test_wrong_calls(cli: Callable, engines: dict[int, FakeLLM], words: tuple[str, ...]) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from helpers.tiny_checkpoints import build_tiny_checkpoint
 
@@ -133,6 +135,20 @@ def test_folders_that_are_none(cli: Callable, tmp_path: Path) -> None:
     file.write_text("x", encoding="utf-8")
     for model in (tmp_path / "missing", file, tmp_path):
         assert_one_line(cli("info", "--model", str(model)), str(model))
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",), ("--trace",)], ids=str)
+def test_weights_that_are_no_numbers(cli: Callable, folder: Path, flags: tuple[str, ...]) -> None:
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("layers.0.input_layernorm.weight"))
+    save_file(tensors | {name: tensors[name] * torch.nan}, file, {"format": "pt"})
+    for command in ("generate", "compare"):
+        words = ("--prompt-token-ids", "1,2", "--model", str(folder))
+        outcome = cli(command, *words, *(flags if command == "generate" else ()))
+        assert outcome.status == 2
+        assert outcome.err.startswith("hybridspec: error: the model's logits for new token 1 hold")
+        assert outcome.err.count("\n") == 1
 
 
 def test_the_untouched_checkpoint_works(cli: Callable, tiny: Path) -> None:

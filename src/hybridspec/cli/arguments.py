@@ -192,7 +192,6 @@ def _add_speculation(parser: argparse.ArgumentParser, *, is_optional: bool) -> N
     group.add_argument(
         "--draft-tokens",
         type=int,
-        default=default,
         metavar="K",
         help=f"drafts per step, 0..{MAX_DRAFT_TOKENS} (default: {default})",
     )
@@ -361,6 +360,14 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         help="texts to continue (default: some that come with the package)",
     )
     group.add_argument(
+        "--prompt-token-ids",
+        action="append",
+        default=[],
+        metavar="IDS",
+        help="token ids with commas between, for a model without a tokenizer; may be given several "
+        "times",
+    )
+    group.add_argument(
         "--kind",
         choices=PROMPT_KINDS,
         default="code",
@@ -404,13 +411,28 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
             raise UsageError(f"{_flag(name)}: expected a positive number, got {value}")
-    if getattr(arguments, "no_speculation", False):
-        arguments.draft_tokens = 0
+    _settle_drafts(arguments)
     if arguments.command == "generate" and not arguments.chat:
         for name in ("system", "chat_template", "template_args"):
             if getattr(arguments, name):
                 raise UsageError(f"{_flag(name).removesuffix('s')}: needs --chat")
     return arguments
+
+
+def _settle_drafts(arguments: argparse.Namespace) -> None:
+    """Fill in the number of drafts; flags that would be ignored without drafts are refused."""
+    if getattr(arguments, "no_speculation", False):
+        if arguments.draft_tokens is not None:
+            raise UsageError("--no-speculation and --draft-tokens: give one of them")
+        arguments.draft_tokens = 0
+    elif arguments.draft_tokens is None:
+        arguments.draft_tokens = EngineConfig().draft_tokens
+    has_no_drafts = arguments.draft_tokens == 0 or arguments.drafter == "none"
+    if arguments.mtp_from is not None and (has_no_drafts or arguments.drafter == "lookup"):
+        raise UsageError(
+            "--mtp-from: expected drafts from a head, got "
+            + ("plain decoding" if has_no_drafts else "--drafter lookup")
+        )
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:

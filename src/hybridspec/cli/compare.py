@@ -15,7 +15,8 @@ from rich.text import Text
 from hybridspec.bundled import held_out_prompts
 from hybridspec.cli import loading
 from hybridspec.cli.arguments import UsageError, sampling_params, usage_errors
-from hybridspec.cli.prompts import Prompt
+from hybridspec.cli.generate import raise_error
+from hybridspec.cli.prompts import Prompt, parse_token_ids
 from hybridspec.cli.render import DUMMY_WEIGHTS, PlainConsole, drafter_name, has_own_head, percent
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     speculative = loading.open_engine(arguments)
     with usage_errors():
         for prompt in prompts:
-            speculative.stream(prompt.text, params)  # checks it, runs nothing yet
+            # Checks it, runs nothing yet.
+            speculative.stream(prompt.text, params, prompt_token_ids=prompt.token_ids)
     for llm in (plain, speculative):
         loading.warm_up(llm)
     console = PlainConsole(quiet=arguments.json)
@@ -101,6 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
     if not all(arguments.prompts):
         raise UsageError("PROMPT: expected a prompt, got an empty one")
+    if arguments.prompts and arguments.prompt_token_ids:
+        raise UsageError("PROMPT and --prompt-token-ids: give one of them")
+    if arguments.prompt_token_ids:
+        return [
+            Prompt(token_ids=parse_token_ids(text), source=text)
+            for text in arguments.prompt_token_ids
+        ]
     if arguments.prompts:
         return [Prompt(text=text, source=repr(text)) for text in arguments.prompts]
     known = held_out_prompts(arguments.kind)
@@ -117,7 +126,8 @@ def _run_pair(
 ) -> Pair:
     outputs = {}
     for llm in (plain, speculative) if is_plain_first else (speculative, plain):
-        [outputs[llm]] = llm.generate(prompt.text, params)
+        [outputs[llm]] = llm.generate(prompt.text, params, prompt_token_ids=prompt.token_ids)
+        raise_error(outputs[llm])
     return Pair(name=prompt.source or "", plain=outputs[plain], speculative=outputs[speculative])
 
 

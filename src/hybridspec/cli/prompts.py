@@ -13,7 +13,7 @@ from pathlib import Path
 from hybridspec.bundled import held_out_prompts
 from hybridspec.cli.arguments import UsageError
 
-__all__ = ["Prompt", "read_prompt"]
+__all__ = ["Prompt", "parse_token_ids", "read_prompt"]
 
 _WAIT_FOR_PIPE_S = 1.0
 
@@ -49,7 +49,7 @@ def read_prompt(arguments: argparse.Namespace) -> Prompt:
     if len(named) > 1:
         raise UsageError(f"{' and '.join(named)}: give one of them")
     if arguments.prompt_token_ids is not None:
-        return Prompt(token_ids=_token_ids(arguments.prompt_token_ids))
+        return Prompt(token_ids=parse_token_ids(arguments.prompt_token_ids))
     if arguments.prompt_file is not None:
         file = Path(arguments.prompt_file)
         return Prompt(text=_decoded(file.read_bytes(), str(file)), source=file.name)
@@ -75,7 +75,8 @@ def _decoded(data: bytes, name: str) -> str:
         raise UsageError(f"{name}: expected UTF-8 text ({error.reason})") from None
 
 
-def _token_ids(text: str) -> list[int]:
+def parse_token_ids(text: str) -> list[int]:
+    """Return the numbers of --prompt-token-ids; raises UsageError if there are none."""
     words = text.replace(",", " ").split()
     if not words:
         raise UsageError("--prompt-token-ids: expected token ids, got none")

@@ -75,11 +75,12 @@ class CompletionOutput:
         text: their text, without special tokens and cut before a stop string; empty without a
             tokenizer.
         finish_reason: "stop" (EOS, stop token or stop string), "length", "abort" (dropped before
-            its end), or None while running.
+            its end), "error" (see `error`), or None while running.
         logprobs: for each token, by token id, its log-probability and those of the most likely
             tokens, of the model's own distribution (before bias, penalties and temperature); None
             unless SamplingParams.logprobs asks for them.
         cumulative_logprob: sum of the log-probabilities of the tokens; None with `logprobs`.
+        error: what went wrong where the model's logits were not numbers, else None.
     """
 
     index: int
@@ -88,6 +89,7 @@ class CompletionOutput:
     finish_reason: str | None
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from hybridspec.engine.outputs import (
     join_stats,
 )
 from hybridspec.models.tokenizer import Detokenizer
-from hybridspec.speculate import ChoiceRule, Draft, Logprob, TokenLogprobs
+from hybridspec.speculate import NO_TOKEN, ChoiceRule, Draft, Logprob, TokenLogprobs
 
 __all__ = ["Request"]
 
@@ -102,13 +102,23 @@ class Request:
     def newest_token(self) -> int:
         return self.token_ids[-1]
 
+    @property
+    def error(self) -> str | None:
+        """Why the request failed, if it did."""
+        if self.finish_reason != "error":
+            return None
+        return (
+            f"the model's logits for new token {len(self.token_ids) + 1} hold NaN, so none can be "
+            f"chosen: its weights are damaged, or their dtype overflows"
+        )
+
     def extend(
         self, tokens: Sequence[int], reports: Sequence[TokenLogprobs | None] | None = None
     ) -> int:
         """Take in tokens up to the first one that ends the request.
 
         Args:
-            tokens: what the sampler chose.
+            tokens: what the sampler chose; NO_TOKEN ends the request with an error.
             reports: their log-probabilities, where the parameters ask for them.
 
         Returns:
@@ -116,6 +126,9 @@ class Request:
         """
         edits = self.rule.edits
         for taken, token in enumerate(tokens, start=1):
+            if token == NO_TOKEN:
+                self._finish("error")
+                return taken - 1
             self.token_ids.append(token)
             self.history.append(token)
             if edits is not None:
@@ -167,6 +180,7 @@ class Request:
             token_ids=list(self.token_ids),
             text=self._text[: len(self._text) - self._held_back()],
             finish_reason=self.finish_reason,
+            error=self.error,
             logprobs=list(self.logprobs) if has_logprobs else None,
             cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
         )

@@ -81,7 +81,7 @@ class Runner:
                 [()] * len(complete),
             )
             for b, token, report in zip(complete, chosen, reports, strict=True):
-                spans[b].append(token)
+                spans[b].append(max(token, 0))  # the drafter reads on also where the request failed
                 requests[b].extend([token], [report])
         if self.drafter is not None:  # pairs each row with the token after it
             following = [t for span in spans for t in span[1:]]
@@ -101,7 +101,7 @@ class Runner:
         now = time.perf_counter()
         for b in complete:
             requests[b].stats.prefill_s = now - requests[b].admitted_at
-            _post(requests[b], ["prefill"], [], 0, False)
+            _post(requests[b], ["prefill"][: len(requests[b].token_ids)], [], 0, False)
 
     def _report_prompts(
         self,

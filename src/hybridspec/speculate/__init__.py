@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridspec.speculate.accept import accept_prefix
-from hybridspec.speculate.choose import ChoiceRule, choose_and_report, choose_tokens
+from hybridspec.speculate.choose import NO_TOKEN, ChoiceRule, choose_and_report, choose_tokens
 from hybridspec.speculate.draft import Draft, Drafter, MtpDrafter
 from hybridspec.speculate.logprobs import Logprob, TokenLogprobs, report_logprobs
 from hybridspec.speculate.lookup import LookupDrafter
@@ -12,6 +12,7 @@ from hybridspec.speculate.plan import plan_drafts
 from hybridspec.speculate.verify import Verified, commit_rows, layout_rows, verify_drafts
 
 __all__ = [
+    "NO_TOKEN",
     "ChoiceRule",
     "Draft",
     "Drafter",

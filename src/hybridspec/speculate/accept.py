@@ -11,7 +11,8 @@ def accept_prefix(chosen: Sequence[int], drafts: Sequence[int]) -> list[int]:
     """Return the tokens to commit: the accepted drafts and one recovered or bonus token.
 
     Row j's chosen token is the target's for the place of draft j. It does not depend on the drafts
-    that turn out wrong later, so everything up to the first difference is the plain output.
+    that turn out wrong later, so everything up to the first difference is the plain output. It may
+    be NO_TOKEN, which no draft equals.
 
     Args:
         chosen: the target's tokens, one per row, len(drafts) + 1 of them.

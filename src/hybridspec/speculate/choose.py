@@ -17,7 +17,9 @@ from hybridspec.ops.sampling import gumbel_noise, sample
 from hybridspec.speculate.logprobs import TokenLogprobs, report_logprobs
 from hybridspec.speculate.penalties import LogitEdits, edit_logits
 
-__all__ = ["ChoiceRule", "choose_and_report", "choose_tokens"]
+__all__ = ["NO_TOKEN", "ChoiceRule", "choose_and_report", "choose_tokens"]
+
+NO_TOKEN = -1  # stands where logits are NaN, so that they choose nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +108,20 @@ def choose_and_report(
     """Choose one token per row as `choose_tokens` does, and report log-probabilities.
 
     Returns:
-        The tokens, and for each row what its request wants to know, None if it asked for nothing.
+        The tokens, NO_TOKEN where a logit is NaN, and for each row what its request wants to know,
+        None if it asked for nothing.
     """
+    is_nan = logits.amax(-1).isnan()  # before the logits are edited
+
+    def choose() -> list[int]:
+        chosen = choose_tokens(logits, rules, positions, pending)
+        return chosen.masked_fill_(is_nan, NO_TOKEN).tolist()
+
     asking = [row for row, rule in enumerate(rules) if rule.num_logprobs is not None]
     if not asking:
-        return choose_tokens(logits, rules, positions, pending).tolist(), [None] * len(rules)
+        return choose(), [None] * len(rules)
     raw = logits[torch.tensor(asking, device=logits.device)]  # a copy: the logits get edited
-    tokens = choose_tokens(logits, rules, positions, pending).tolist()
+    tokens = choose()
     counts = [count for rule in rules if (count := rule.num_logprobs) is not None]
-    found = iter(report_logprobs(raw, [tokens[row] for row in asking], counts))
+    found = iter(report_logprobs(raw, [max(tokens[row], 0) for row in asking], counts))
     return tokens, [None if rule.num_logprobs is None else next(found) for rule in rules]
