@@ -9,7 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["KERNEL_FACTOR", "TOLERANCES", "assert_close", "error", "tolerance"]
+__all__ = [
+    "KERNEL_FACTOR",
+    "TOLERANCES",
+    "assert_close",
+    "assert_rounded",
+    "error",
+    "tolerance",
+]
 
 TOLERANCES = {
     # unit roundoff 1.1e-16; thousands of roundings, amplified by the solve of 16 equal keys
@@ -21,6 +28,10 @@ TOLERANCES = {
     # unit roundoff 3.9e-3, once on the result (worst seen: 3.4e-3)
     torch.bfloat16: 8e-3,
 }
+
+# Of an 8-bit state, on top of the error before it is rounded: half a quantum, and the rounding of
+# the product with the inverse, up to 127 quanta long, in fp32.
+HALF_QUANTUM = 0.5001
 
 # Kernels round coefficients of products to 16 bits as well as the result. Measured on the verify
 # cases: up to 1.0e-2 in bf16, where token-by-token PyTorch in bf16 makes up to 1.0e-2 too.
@@ -60,3 +71,28 @@ def assert_close(
     torch.testing.assert_close(
         actual.double(), expected.double(), rtol=0.0, atol=bound * scale, equal_nan=False
     )
+
+
+def assert_rounded(
+    actual: Tensor,
+    expected: Tensor,
+    quantum: Tensor | None,
+    *dtypes: torch.dtype,
+    factor: float = 1.0,
+) -> None:
+    """Compare as `assert_close`; a state of integers may be half a quantum further away.
+
+    Args:
+        actual: result of an op.
+        expected: the oracle's tensor, fp64.
+        quantum: distance of neighbouring values of the result; None: it is not made of integers.
+        dtypes: all dtypes that the call involved; an int8 among them adds nothing.
+        factor: multiple of the dtypes' tolerance that is allowed.
+    """
+    dtypes = tuple(dtype for dtype in dtypes if dtype != torch.int8)
+    if quantum is None:
+        assert_close(actual, expected, *dtypes, factor=factor)
+        return
+    difference = actual.double() - expected.double()
+    beyond = (difference.abs() - HALF_QUANTUM * quantum.double()).clamp_min(0.0)
+    assert_close(expected.double() + beyond, expected, *dtypes, factor=factor)

@@ -12,6 +12,7 @@ from helpers.gdn_cases import Case, Dtypes, Geometry, VerifyCall, assert_same_bi
 from hybridspec.ops.gated_delta_rule import reference
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+I8 = torch.int8
 LARGE = Geometry(key_dim=64, value_dim=64)
 STATE_SIZE = LARGE.value_heads * LARGE.key_dim * LARGE.value_dim
 
@@ -53,11 +54,12 @@ def allocations(call: VerifyCall) -> list[int]:
             0.125,
             case.use_qk_l2norm,
             case.beta_scale,
+            pools.state_scale,
         )
     return mode.sizes
 
 
-@pytest.mark.parametrize("dtypes", [Dtypes(F32, s, F32) for s in (F32, BF16, F16)], ids=str)
+@pytest.mark.parametrize("dtypes", [Dtypes(F32, s, F32) for s in (F32, BF16, F16, I8)], ids=str)
 @pytest.mark.parametrize("lengths", [(1,), (4,), (4, 4, 4), (1, 8, 3)], ids=str)
 @pytest.mark.parametrize("is_strided", [False, True], ids=["pools", "strided"])
 def test_a_step_without_folds_allocates_no_state(
@@ -80,9 +82,10 @@ def test_a_fold_in_the_compute_dtype_is_in_place() -> None:
     assert max(allocations(VerifyCall(case))) < STATE_SIZE
 
 
-@pytest.mark.parametrize("state", [BF16, F64], ids=["bf16", "fp64-rows"])
-def test_a_fold_in_another_dtype_widens_the_state_in_parts(state: torch.dtype) -> None:
-    dtypes = Dtypes(F32, BF16, F32) if state == BF16 else Dtypes(F64, F32, F32)
+@pytest.mark.parametrize(
+    "dtypes", [Dtypes(F32, BF16, F32), Dtypes(F32, I8, F32), Dtypes(F64, F32, F32)], ids=str
+)
+def test_a_fold_in_another_dtype_widens_the_state_in_parts(dtypes: Dtypes) -> None:
     case = Case("fold", (4, 4), (14, 15), geometry=LARGE, dtypes=dtypes)
     assert max(allocations(VerifyCall(case))) < STATE_SIZE
 
