@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from hybridspec import LLM, SamplingParams
 from hybridspec.bundled import held_out_prompts
+from hybridspec.ops.paged_attention import fa3
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +45,60 @@ def test_16_bit_weights_run_and_accept() -> None:
     results = llm.generate(TEXTS, GREEDY)
     committed = [count for r in results for count in r.stats.committed_per_step]
     assert sum(committed) / len(committed) > 2.5
+
+
+NEAR_TIE = 0.07  # log-probability; half a unit of bf16 at scores between 16 and 32
+
+needs_fa3 = pytest.mark.skipif(
+    isinstance(fa3.installed_build(), str), reason=f"FlashAttention-3: {fa3.installed_build()}"
+)
+ATTENTION = [
+    pytest.param("paged", "triton"),
+    pytest.param("contiguous", "triton"),
+    pytest.param("contiguous", "fa3", marks=needs_fa3),
+]
+
+
+@pytest.fixture(scope="module")
+def by_reference() -> list:
+    params = replace(GREEDY, logprobs=2)
+    llm = LLM("bundled", device="cuda", attention_backend="reference", memory_fraction=0.2)
+    return [result.outputs[0] for result in llm.generate(TEXTS, params)]
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize(("layout", "backend"), ATTENTION)
+def test_what_attends_changes_near_ties_only(
+    by_reference: list, layout: str, backend: str, k: int
+) -> None:
+    """In 16 bits: where a text first differs, both tokens are as likely, up to rounding."""
+    llm = LLM(
+        "bundled", device="cuda", kv_layout=layout, attention_backend=backend, draft_tokens=k,
+        memory_fraction=0.2,
+    )  # fmt: skip
+    assert llm.config.attention_backend == llm.describe().backends["paged_attention"][0] == backend
+    num_same = 0
+    for right, mine in zip(by_reference, tokens(llm, GREEDY), strict=True):
+        pairs = list(zip(right.token_ids, mine, strict=True))
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if first is None:
+            num_same += 1
+            continue
+        likely = right.logprobs[first]
+        a, b = pairs[first]
+        assert b in likely and likely[a].logprob - likely[b].logprob < NEAR_TIE
+    assert num_same >= len(TEXTS) // 2
+
+
+@pytest.mark.parametrize(("layout", "backend"), ATTENTION)
+def test_nothing_is_read_that_others_left(layout: str, backend: str) -> None:
+    llm = LLM("bundled", device="cuda", kv_layout=layout, attention_backend=backend,
+              memory_fraction=0.2)  # fmt: skip
+    clean = tokens(llm, GREEDY)
+    for pool in llm._engine.pools.kv:
+        pool.k_pages.fill_(torch.nan)
+        pool.v_pages.fill_(torch.nan)
+    assert tokens(llm, GREEDY) == clean
 
 
 def test_memory_is_bounded_and_given_back() -> None:

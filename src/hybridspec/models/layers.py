@@ -17,6 +17,7 @@ from hybridspec.models.config import ModelConfig
 from hybridspec.models.mlp import Mlp, MoeMlp
 from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention
 from hybridspec.ops.norms import widened
+from hybridspec.ops.rotary import norm_and_rotate
 from hybridspec.runtime.pools import GdnPool, KvPool
 from hybridspec.runtime.step import Step
 
@@ -118,15 +119,6 @@ class RotaryTable:
     def rows(self, positions: Tensor) -> RotaryRows:
         """Return (cos, sin), each [N, 1, rotary_dim], of the rows' positions [N]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-
-
-def rotate_(x: Tensor, rotary: RotaryRows) -> None:
-    """Rotate the leading dimensions of every head of `x` [N, heads, D], in place."""
-    cos, sin = rotary
-    rotated = x.narrow(-1, 0, cos.shape[-1])
-    first, second = rotated.chunk(2, -1)
-    swapped = torch.cat((second, first), -1)
-    rotated.mul_(cos).addcmul_(swapped, sin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,10 +242,8 @@ class AttentionLayer:
         return torch.addmm(residual, y, self.out_weight.t())
 
     def _norm_and_rotate(self, qk: Tensor, rotary: RotaryRows) -> Tensor:
-        weight = self.qk_norm.weight
-        heads = self.qk_norm.forward(widened(qk.view(-1, *weight.shape), weight.dtype))
-        rotate_(heads, rotary)
-        return widened(heads, qk.dtype)
+        weight, eps = self.qk_norm.weight, self.qk_norm.eps
+        return norm_and_rotate(qk.view(-1, *weight.shape), weight, *rotary, eps=eps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,7 @@
+"""Norm and rotary embedding of query and key heads, in one pass."""
+
+from __future__ import annotations
+
+from hybridspec.ops.rotary.api import norm_and_rotate
+
+__all__ = ["norm_and_rotate"]

@@ -1,0 +1,77 @@
+"""Heads to norm and rotate, and a loop over them that says what is right."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hybridspec.ops.rotary import norm_and_rotate
+
+__all__ = ["CASES", "EPS", "check_kernel", "expected", "make_heads"]
+
+# (rows, heads, D, R)
+CASES = {
+    "qwen": (3, 18, 256, 64),
+    "all rotated": (2, 3, 64, 64),
+    "nothing rotated": (2, 2, 32, 0),
+    "odd sizes": (5, 7, 96, 24),
+    "no rows": (0, 2, 32, 8),
+}
+EPS = 1e-6
+
+
+def make_heads(
+    case: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    *,
+    wide: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (a strided view with NaN around it), weight, cos, sin."""
+    num_rows, num_heads, head_dim, rotary = case
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    fused = torch.full((num_rows, num_heads * head_dim + 32), math.nan, dtype=dtype)
+    x = fused[:, 16:-16].view(num_rows, num_heads, head_dim)
+    x.copy_(3 * random(num_rows, num_heads, head_dim))
+    angles = 10 * random(num_rows, 1, rotary // 2)
+    cos = torch.cat((angles.cos(), angles.cos()), -1)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1)
+    weight = random(num_heads, head_dim)
+    fused = fused.to(device)
+    x = fused[:, 16:-16].view(num_rows, num_heads, head_dim)
+    return x, weight.to(device, wide), cos.to(device, wide), sin.to(device, wide)
+
+
+def expected(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The right output, head by head and pair by pair, in fp64."""
+    x, weight, cos, sin = (tensor.double().cpu() for tensor in (x, weight, cos, sin))
+    half = cos.shape[-1] // 2
+    out = torch.empty(x.shape, dtype=torch.float64)
+    for row in range(x.shape[0]):
+        for head in range(x.shape[1]):
+            z = x[row, head] / (x[row, head].square().mean() + EPS).sqrt() * weight[head]
+            y = z.clone()
+            for i in range(half):
+                c, s = cos[row, 0, i + half], sin[row, 0, i + half]
+                y[i] = z[i] * c - z[i + half] * s
+                y[i + half] = z[i + half] * c + z[i] * s
+            out[row, head] = y
+    return out
+
+
+def check_kernel(name: str, dtype: torch.dtype, device: str, bound: float) -> None:
+    """Run the kernel into a strided buffer and compare with the loop."""
+    heads = make_heads(CASES[name], dtype, device=device)
+    x = heads[0]
+    buffer = torch.full((*x.shape[:2], x.shape[2] + 8), math.nan, dtype=dtype, device=device)
+    out = norm_and_rotate(*heads, eps=EPS, out=buffer[..., :-8], backend="triton")
+    right = expected(*heads)
+    scale = right.abs().max() if right.numel() else 1.0
+    torch.testing.assert_close(out.double().cpu(), right, rtol=0, atol=bound * float(scale))
+    assert buffer[..., -8:].isnan().all()
