@@ -20,9 +20,17 @@ class DirectRunner:
         model: the model to run.
         num_slots: slots of the pools.
         max_tokens: longest sequence of a slot.
+        state_dtype: of the recurrent states; None: the model's, fp32 at least.
     """
 
-    def __init__(self, model: HybridModel, *, num_slots: int = 3, max_tokens: int = 128) -> None:
+    def __init__(
+        self,
+        model: HybridModel,
+        *,
+        num_slots: int = 3,
+        max_tokens: int = 128,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
         page_size = 16
         pages_per_slot = -(-max_tokens // page_size)
         self.model = model
@@ -33,7 +41,7 @@ class DirectRunner:
             page_size=page_size,
             max_pages_per_slot=pages_per_slot,
             dtype=model.dtype,
-            state_dtype=torch.promote_types(model.dtype, torch.float32),
+            state_dtype=state_dtype or torch.promote_types(model.dtype, torch.float32),
             device=model.device,
         )
         # Pages out of order, so that a layer that ignores the table is found out.
@@ -118,7 +126,9 @@ class DirectRunner:
         slots = torch.tensor([slot], dtype=torch.int32)
         is_fold = torch.ones(1, dtype=torch.int8)
         for pool in self.pools.gdn:
-            gated_delta_rule.fold(pool.state, pool.ring, slots, is_fold=is_fold)
+            gated_delta_rule.fold(
+                pool.state, pool.ring, slots, is_fold=is_fold, state_scale=pool.state_scale
+            )
         self.pools.ring_start[slot] += self.pools.history_len[slot]
         self.pools.ring_start[slot] %= self.pools.geometry.ring_capacity
         self.pools.history_len[slot] = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,6 +88,35 @@ def test_a_copied_slot_decodes_like_its_source_and_a_fresh_one(checkpoint: TinyC
             torch.testing.assert_close(mine, alone[0], rtol=1e-4, atol=1e-4)
     for tensor in pools.slot_tensors()[:3]:
         assert tensor[0] == tensor[2]
+
+
+def test_8_bit_states_and_their_factors(tmp_path: Path) -> None:
+    """Factors are listed, counted, copied and kept; what decodes from a copy has the same bits."""
+    folder = build_tiny_checkpoint(tmp_path, linear_key_head_dim=64).folder
+    model = load_model(folder)
+    runner = DirectRunner(model, state_dtype=torch.int8)
+    pools, geometry = runner.pools, runner.pools.geometry
+    listed = pools.slot_tensors()
+    assert {id(tensor) for tensor in listed} == keyed_by_slot(pools)
+    assert len(listed) == 3 + 6 * geometry.num_gdn_layers
+    kept = sum(tensor[0].nbytes for tensor in (*listed, pools.page_table))
+    assert pools.slot_bytes() == kept
+    states = [(pool.state[0], pool.state_scale[0]) for pool in pools.gdn]
+    size = sum(state.nbytes + scale.nbytes for state, scale in states)
+    assert geometry.state_bytes(torch.int8) == size == geometry.state_bytes(torch.float32) * 17 / 64
+
+    runner.prefill({0: TOKENS[:9], 2: TOKENS[20:60]})
+    steps(runner, [0], 9, 7)
+    assert int(pools.ring_start[0]) > 0  # it folded
+    with torch.inference_mode():
+        copy_slots(pools.slot_tensors(), torch.tensor([0]).int(), torch.tensor([2]).int())
+        copy_pages(pools, 0, 2)
+    pools.grow_slots(5)
+    for together in steps(runner, [2, 0], 30, 12):
+        assert torch.equal(together[0], together[1])
+    for pool in pools.gdn:
+        assert torch.equal(pool.state[0], pool.state[2]) and pool.state[0].any()
+        assert torch.equal(pool.state_scale[0], pool.state_scale[2])
 
 
 def test_growing_keeps_what_is_there(checkpoint: TinyCheckpoint) -> None:
