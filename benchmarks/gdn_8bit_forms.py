@@ -1,13 +1,14 @@
-"""How exact decoding stays with checkpoints in different 8-bit forms; needs no GPU.
+"""How exact decoding stays with checkpoints in different 8-bit forms; needs no GPU, may have one.
 
 Two requests of eight heads, memory from 10 to 10,000 tokens. A step verifies T rows and commits a
 random 0 to T of them; a window folds where T rows more would exceed 16, and the checkpoint is then
 rounded to the form. Rings are bf16, all else fp32. For each form: the error of the outputs against
 fp64 decoding, relative to their norm, over all tokens, divided by that of a bf16 state which is
 rounded after every token; the same for each head. The last two rows run through `verify` itself,
-which also rounds what it does in a step; the others advance the state token by token.
+on a GPU through its kernel and with bf16 activations; the others advance the state token by token.
 
     python benchmarks/gdn_8bit_forms.py --json benchmarks/results/gdn_8bit_forms_cpu.json
+    python benchmarks/gdn_8bit_forms.py --device cuda --first
 """
 
 from __future__ import annotations
@@ -42,14 +43,17 @@ Form = Callable[[Tensor], Tensor]
 
 def grouped(count: int, *, is_random: bool = False, clip: float = 1.0) -> Form:
     """Return integers to +-127 with one fp32 scale for each of `count` groups of a row."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
 
     def form(state: Tensor) -> Tensor:
         groups = state.unflatten(-1, (count, -1))
         scale = groups.abs().amax(-1, keepdim=True) * clip / 127
         ratio = groups / scale.clamp_min(1e-30)
-        noise = torch.rand(ratio.shape, generator=generator) if is_random else 0.5
-        integers = (ratio + noise).floor() if is_random else ratio.round()
+        if is_random:
+            noise = torch.rand(ratio.shape, generator=generator, device="cpu")
+            integers = (ratio + noise.to(ratio.device)).floor()
+        else:
+            integers = ratio.round()
         return (integers.clamp(-127, 127) * scale).flatten(-2)
 
     return form
@@ -118,18 +122,19 @@ def random_rows(length: int, dim: int, keys: str, generator: torch.Generator) ->
     """Return q, k, v, a, b [requests, length, heads, ...], rounded to bf16."""
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, device="cpu")
 
     q, k, v = (normal(REQUESTS, length, HEADS, dim) for _ in range(3))
     if keys == "with a mean":
         mean = normal(HEADS, dim)
         q, k = q + mean, k + mean
     if keys == "with outliers":
-        factor = torch.ones(dim)
+        factor = torch.ones(dim, device="cpu")
         factor[::16] = 6.0
         q, k = q * factor, k * factor
     gates = (normal(REQUESTS, length, HEADS) for _ in range(2))
-    return [part.bfloat16().float() for part in (q, k, v, *gates)]
+    device = torch.get_default_device()
+    return [part.bfloat16().float().to(device) for part in (q, k, v, *gates)]
 
 
 class Exact:
@@ -181,6 +186,8 @@ class ThroughVerify:
     def step(self, rows: list[Tensor], count: Tensor) -> Tensor:
         """Verify rows [requests, T, ...] and commit count[b] of each; return all outputs."""
         size, ring = rows[0].shape[1], self.ring
+        if rows[0].is_cuda:
+            rows = [part.bfloat16() for part in rows]
         slots = torch.arange(REQUESTS, dtype=torch.int32)
         verified, is_fold = torch.full_like(slots, size), slots.to(torch.int8)
         gated_delta_rule.decide_folds(ring.history_len, slots, verified, is_fold, max_window=WINDOW)
@@ -202,7 +209,7 @@ def run(
     tokens: int, *, dim: int = 128, size: int = 4, keys: str = "normal", beta_scale: float = 1.0
 ) -> list[dict]:
     """Return a row of figures for each form."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     A_log = torch.linspace(-9.0, -2.0, HEADS)
     rows = random_rows(tokens + size, dim, keys, generator)
     shape = (REQUESTS, HEADS, dim, dim)
@@ -211,7 +218,8 @@ def run(
     forms = Exact(torch.zeros(len(FORMS), *shape), A_log, beta_scale)
     accepted = [count_steps(tokens, size, generator) for _ in range(REQUESTS)]
     wrong = torch.zeros(len(FORMS) + 3, HEADS, dtype=torch.float64)
-    right, outputs = torch.zeros(HEADS, dtype=torch.float64), []
+    right = torch.zeros(HEADS, dtype=torch.float64)
+    outputs = []
     for t in range(tokens):
         row = [part[:, t] for part in rows]
         for b, (_, folds) in enumerate(accepted):
@@ -264,7 +272,7 @@ def count_steps(tokens: int, size: int, generator: torch.Generator) -> tuple[lis
         if live + size > WINDOW:
             folds.add(position)
             live = 0
-        count = int(torch.randint(0, size + 1, (), generator=generator))
+        count = int(torch.randint(0, size + 1, (), generator=generator, device="cpu"))
         counts.append(min(count, tokens - position))
         live, position = live + counts[-1], position + counts[-1]
     return counts, folds
@@ -293,9 +301,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4000, help="tokens of a request")
     parser.add_argument("--first", action="store_true", help="the first setting only")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--json", type=Path, help="where to write the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_default_device(options.device)
     rows = []
     for setting in SETTINGS[:1] if options.first else SETTINGS:
         found = run(options.tokens, **setting)
@@ -309,7 +319,7 @@ def main() -> None:
     result = {
         "commit": measured_commit(),
         "torch": torch.__version__,
-        "machine": platform.machine(),
+        "machine": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
         "rows": rows,
     }
     if options.json:
