@@ -21,7 +21,9 @@ def norm_and_rotate(
     size = weight.shape[1]
     wide = widened(x, weight.dtype)
     length = torch.linalg.vector_norm(wide, 2, -1, True)
-    heads = wide.mul(weight * size**0.5).div_(length.hypot_(weight.new_tensor((eps * size) ** 0.5)))
+    heads = wide.mul(weight * size**0.5).div_(
+        length.hypot_(weight.new_full((), (eps * size) ** 0.5))
+    )
     rotated = heads.narrow(-1, 0, cos.shape[-1])
     first, second = rotated.chunk(2, -1)
     swapped = torch.cat((second, first), -1)
