@@ -74,8 +74,8 @@ def verify(
         max_verify_tokens: most rows of one request.
         scale: factor of the scores; None is D ** -0.5.
         out: where to write, [N, Hq, D], dtype of q; out.
-        backend: "auto", "triton", "fa3" or "reference". Before "fa3", stored values behind a request's last
-            position have to be finite: it multiplies them with zero.
+        backend: "auto", "triton", "fa3" or "reference". "fa3" multiplies stored values behind a
+            request's last position with zero, so they have to be finite.
 
     Returns:
         [N, Hq, D] in the dtype of `q`; zeros in rows that belong to no slot.
@@ -140,8 +140,8 @@ def prefill(
         max_seqlen: most rows of one request.
         scale: factor of the scores; None is D ** -0.5.
         out: where to write, [N, Hq, D], dtype of q; out.
-        backend: "auto", "fa3" or "reference". Before "fa3", stored values behind a request's last
-            position have to be finite: it multiplies them with zero.
+        backend: "auto", "fa3" or "reference". "fa3" multiplies stored values behind a
+            request's last position with zero, so they have to be finite.
 
     Returns:
         [N, Hq, D] in the dtype of `q`; zeros in rows that belong to no slot.
