@@ -121,6 +121,15 @@ class RotaryTable:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
+def rotate_(x: Tensor, rotary: RotaryRows) -> None:
+    """Rotate the leading dimensions of every head of `x` [N, heads, D], in place."""
+    cos, sin = rotary
+    rotated = x.narrow(-1, 0, cos.shape[-1])
+    first, second = rotated.chunk(2, -1)
+    swapped = torch.cat((second, first), -1)
+    rotated.mul_(cos).addcmul_(swapped, sin)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GdnLayer:
     """Gated DeltaNet: convolved q, k, v, the gated delta rule, a gated norm, a projection.
@@ -242,8 +251,14 @@ class AttentionLayer:
         return torch.addmm(residual, y, self.out_weight.t())
 
     def _norm_and_rotate(self, qk: Tensor, rotary: RotaryRows) -> Tensor:
-        weight, eps = self.qk_norm.weight, self.qk_norm.eps
-        return norm_and_rotate(qk.view(-1, *weight.shape), weight, *rotary, eps=eps)
+        weight = self.qk_norm.weight
+        heads = qk.view(-1, *weight.shape)
+        if qk.is_cuda:
+            return norm_and_rotate(heads, weight, *rotary, eps=self.qk_norm.eps)
+        # The call of an op costs a CPU as much as this arithmetic.
+        heads = self.qk_norm.forward(widened(heads, weight.dtype))
+        rotate_(heads, rotary)
+        return widened(heads, qk.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
