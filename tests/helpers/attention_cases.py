@@ -8,12 +8,40 @@ out of range, or a page of somebody else.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionBatch", "expected_output", "expected_pages", "make_attention_batch"]
+__all__ = [
+    "BATCHES",
+    "AttentionBatch",
+    "check_verify",
+    "expected_output",
+    "expected_pages",
+    "make_attention_batch",
+]
+
+# What a kernel must get right, small enough for Triton's interpreter.
+BATCHES: dict[str, dict] = {
+    "one row": {"lengths": [1], "positions": [37], "slots": [2]},
+    "no context": {"lengths": [3, 1, 4], "positions": [0, 0, 0], "slots": [5, 1, 0]},
+    "key length 0": {"lengths": [0, 1, 0, 4], "positions": [0, 0, 9, 0], "slots": [3, 1, 0, 2]},
+    "ragged": {"lengths": [2, 4, 8, 1], "positions": [17, 33, 0, 64], "slots": [1, 5, 2, 0]},
+    "no rows first": {"lengths": [0, 3, 2], "positions": [20, 31, 16], "slots": [4, 0, 1]},
+    "no rows between": {"lengths": [2, 0, 3], "positions": [20, 31, 16], "slots": [4, 0, 1]},
+    "no rows last": {"lengths": [2, 3, 0], "positions": [20, 31, 16], "slots": [4, 0, 1]},
+    "padding": {
+        "lengths": [2, 4, 3, 1], "positions": [17, 33, 3, 6], "slots": [1, -1, 0, -1],
+        "tail_rows": 3,
+    },
+    "nobody": {"lengths": [2, 0], "positions": [3, 3], "slots": [-1, 0], "tail_rows": 2},
+    "wide group": {
+        "lengths": [8, 2, 5], "positions": [31, 40, 5], "slots": [1, 0, 4],
+        "num_query_heads": 16, "num_kv_heads": 1,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +71,20 @@ class AttentionBatch:
     @property
     def longest(self) -> int:
         return max((stop - start for start, stop, _ in self.requests()), default=0)
+
+    def to(self, device: str) -> AttentionBatch:
+        """The batch on another device, its strided views still views of larger allocations."""
+        if device == "cpu":
+            return self
+        moved = {}
+        for name in ("page_table", "seq_len", "cu_seqlens", "slots"):
+            moved[name] = getattr(self, name).to(device)
+        pool, rows = self.k_pages._base.to(device), self.q._base.to(device)
+        for name in ("q", "k", "v", "k_pages", "v_pages"):
+            mine = getattr(self, name)
+            base = rows if name in ("q", "k", "v") else pool
+            moved[name] = base.as_strided(mine.shape, mine.stride(), mine.storage_offset())
+        return replace(self, **moved)
 
     def requests(self) -> list[tuple[int, int, int]]:
         """(start, stop, slot) of every request."""
@@ -155,3 +197,26 @@ def expected_pages(batch: AttentionBatch) -> tuple[Tensor, Tensor]:
             k_pages[batch.page_table[slot, entry], offset] = batch.k[row]
             v_pages[batch.page_table[slot, entry], offset] = batch.v[row]
     return k_pages, v_pages
+
+
+def check_verify(
+    batch: AttentionBatch, run: Callable[..., object], *, device: str = "cpu", **options: object
+) -> None:
+    """Compare a launch with the loops: every output, every page element, nothing of nobody's.
+
+    Args:
+        batch: on the CPU.
+        run: called with the arguments of a backend's `verify` and the options.
+        device: where to run.
+        **options: passed on.
+    """
+    right, pages = expected_output(batch), expected_pages(batch)
+    plain = expected_output(batch, dtype=batch.q.dtype)
+    moved = batch.to(device)
+    out = torch.full(batch.q.shape, math.nan, dtype=batch.q.dtype, device=device)
+    run(*moved.tensors, max(batch.longest, 1), batch.q.shape[2] ** -0.5, out, **options)
+    # Twice the error of PyTorch in that dtype; sums in another order round differently in fp32.
+    allowed = 2 * (plain.double() - right).abs().max() + 8 * torch.finfo(torch.float32).eps
+    assert (out.cpu().double() - right).abs().max() <= allowed
+    for found, expected in zip((moved.k_pages, moved.v_pages), pages, strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)

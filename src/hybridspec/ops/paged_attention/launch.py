@@ -22,6 +22,11 @@ _MAX_TOKENS = 16
 _MAX_REQUESTS = 4096
 _FEWEST_REQUESTS = 64  # smaller batches share a compiled kernel
 _LOG2_E = math.log2(math.e)
+_SMALLEST_SCALE = 1e-30  # masked scores are -inf, which times zero is no number
+_HAS_WARP_GROUPS = (9, 10)
+_SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB a multiprocessor
+_PIECE = 4096  # elements that a program of the second launch adds up at once
+FINISH_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +36,71 @@ class LaunchConfig:
     Attributes:
         block_m: query rows (row of the request times head of the group) of a tile.
         block_n: keys of a unit of work.
+        columns: columns of keys and values that are loaded and multiplied at once, at most.
         num_stages: depth of the copy pipeline (blocks in flight + 1).
         num_warps: warps of a program.
         num_programs: programs that share the units.
+        finish_programs: programs of the second launch for each one of the first.
         is_overlapped: whether the second launch starts while the first one runs.
     """
 
     block_m: int
     block_n: int
+    columns: int
     num_stages: int
     num_warps: int
     num_programs: int
+    finish_programs: int
     is_overlapped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSizes:
+    """Constants that the two kernels are compiled for."""
+
+    split: dict[str, int | bool]
+    finish: dict[str, int | bool]
+
+
+def kernel_sizes(
+    config: LaunchConfig,
+    num_requests: int,
+    num_heads: int,
+    group: int,
+    head_dim: int,
+    page_size: int,
+) -> KernelSizes:
+    """Derive the constants of both kernels from a launch configuration and the call's shapes."""
+    common = {
+        "HEADS": num_heads,
+        "GROUP": group,
+        "D": head_dim,
+        "PAGE_SIZE": page_size,
+        "REQUESTS": max(round_up_to_power_of_two(num_requests), _FEWEST_REQUESTS),
+        "BLOCK_M": config.block_m,
+        "IS_OVERLAPPED": config.is_overlapped,
+    }
+    block_d = round_up_to_power_of_two(head_dim)
+    # As many parts as a tile has where all requests are equally long; right for any number.
+    parts = round_up_to_power_of_two(config.num_programs // (num_requests * num_heads) + 2)
+    parts = min(max(parts, _PIECE // (16 * block_d), 4), _PIECE // 64)
+    return KernelSizes(
+        split=common
+        | {
+            "BLOCK_N": config.block_n,
+            "COLUMNS": min(head_dim & -head_dim, config.columns),
+            "STAGES": config.num_stages,
+        },
+        finish=common
+        | {
+            "BLOCK_D": block_d,
+            "PARTS": parts,
+            "PART_ROWS": max(_PIECE // parts // block_d, 1),
+            "PART_COLUMNS": min(_PIECE // parts, block_d),
+            "BLOCK_HEADS": round_up_to_power_of_two(num_heads),
+            "BLOCK_QUERY_HEADS": round_up_to_power_of_two(num_heads * group),
+        },
+    )
 
 
 @functools.cache
@@ -62,16 +120,33 @@ def choose_launch(
         head_dim: D.
         itemsize: bytes of an element of keys and values.
     """
-    block_m = min(max(round_up_to_power_of_two(num_query_rows), 16), 64)
-    row_bytes = round_up_to_power_of_two(head_dim) * itemsize
+    # 64 rows are one instruction of a warp group; elsewhere they would not fit into registers.
+    largest_m = 64 if target[0] in _HAS_WARP_GROUPS and itemsize == 2 else 32
+    block_m = min(max(round_up_to_power_of_two(num_query_rows), 16), largest_m)
+    is_light = block_m < 64 and head_dim <= 128
+    block_n = 64 if itemsize == 2 else 16
+    if target in _SMALL_SHARED_MEMORY and head_dim > 128:
+        block_n //= 2
     return LaunchConfig(
         block_m=block_m,
-        block_n=64 if row_bytes <= 256 else 32,
+        block_n=block_n,
+        columns=64,
         num_stages=3,
-        num_warps=4 if block_m < 64 else 8,
-        num_programs=num_processors * (2 if block_m < 64 else 1),
+        num_warps=4,
+        num_programs=num_processors * (2 if is_light else 1),
+        finish_programs=2 if is_light else 4,
         is_overlapped=target >= (9, 0),
     )
+
+
+def _alignment(*tensors: Tensor) -> int:
+    """Bytes, up to 16, that divide the addresses of all rows."""
+    bits = 16
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+        for stride in tensor.stride()[:-1]:
+            bits |= stride * tensor.element_size()
+    return bits & -bits
 
 
 @functools.cache
@@ -150,17 +225,11 @@ def verify(
     programs, block_m = config.num_programs, config.block_m
     parts = q.new_empty(2, programs, block_m, head_dim, dtype=torch.float32)
     sums = q.new_empty(2, programs, 2, block_m, dtype=torch.float32)
-    cuts = q.new_empty(programs, 4, dtype=torch.int32)
-    sizes = {
-        "HEADS": num_heads,
-        "GROUP": group,
-        "D": head_dim,
-        "PAGE_SIZE": k_pages.shape[1],
-        "REQUESTS": max(round_up_to_power_of_two(num_requests), _FEWEST_REQUESTS),
-        "BLOCK_M": block_m,
-        "BLOCK_D": round_up_to_power_of_two(head_dim),
-        "IS_OVERLAPPED": config.is_overlapped,
-    }
+    cuts = q.new_empty(2, programs, 8, dtype=torch.int32)
+    sizes = kernel_sizes(config, num_requests, num_heads, group, head_dim, k_pages.shape[1])
+    if scale < 0:  # the kernel takes the largest score times the scale for the largest product
+        q, scale = -q, -scale
+    scale_log2 = max(scale * _LOG2_E, _SMALLEST_SCALE)
     metadata = (page_table, seq_len, cu_seqlens, slots, num_requests)
     strides = (
         *k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3],
@@ -168,21 +237,19 @@ def verify(
     )  # fmt: skip
     with torch.cuda.device_of(q):
         split_kernel[(programs,)](
-            q, k, v, k_pages, v_pages, out, parts, sums, cuts, *metadata, scale * _LOG2_E,
+            q, k, v, k_pages, v_pages, out, parts, sums, cuts, *metadata, scale_log2,
             *q.stride()[:2], *strides,
-            **sizes,
-            BLOCK_N=config.block_n,
-            STAGES=config.num_stages,
+            **sizes.split,
+            ALIGNMENT=_alignment(k, v, k_pages, v_pages),
             num_warps=config.num_warps,
+            enable_fp_fusion=True,
         )  # fmt: skip
-        finish_kernel[(min(block_m, max_verify_tokens * group), programs)](
+        finish_kernel[(config.finish_programs, programs)](
             k, v, parts, sums, cuts, k_pages, v_pages, out, *metadata, num_rows, programs,
             *strides,
-            **sizes,
-            BLOCK_PARTS=8,
-            BLOCK_HEADS=round_up_to_power_of_two(num_heads),
-            BLOCK_QUERY_HEADS=round_up_to_power_of_two(num_query_heads),
-            num_warps=2,
+            **sizes.finish,
+            num_warps=FINISH_WARPS,
+            enable_fp_fusion=True,
             **({"launch_pdl": True} if config.is_overlapped else {}),
         )  # fmt: skip
 

@@ -25,18 +25,27 @@ def _program_of(unit, share, num_larger):
 
 @triton.jit
 def _load_pages(table_ptr, stride, block, position, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page of each key of a block, or the one page of all; 0 where nothing is stored yet."""
+    """Page of each key of a block, or the one page of all; behind the last, that of the last."""
+    last = tl.maximum(position - 1, 0)
     if PAGE_SIZE % BLOCK_N == 0:
-        first = block * BLOCK_N
-        ptr = table_ptr + (first // PAGE_SIZE) * tl.cast(stride, tl.int64)
-        return tl.load(ptr, mask=first < position, other=0).to(tl.int32)
+        keys = tl.minimum(block * BLOCK_N, last)
     else:
-        keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        ptrs = table_ptr + (keys // PAGE_SIZE) * tl.cast(stride, tl.int64)
-        return tl.load(ptrs, mask=keys < position, other=0).to(tl.int32)
+        keys = tl.minimum(block * BLOCK_N + tl.arange(0, BLOCK_N), last)
+    entries = keys.to(tl.uint32) // PAGE_SIZE  # unsigned: a shift
+    return tl.load(table_ptr + entries * tl.cast(stride, tl.int64))
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit
+def _load_columns(rows, mask, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr):
+    """Rows in CHUNKS pieces of COLUMNS: with few columns a thread has many, hence few addresses."""
+    pieces = ()
+    for c in tl.static_range(CHUNKS):
+        ptrs = rows[:, None] + (c * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+        pieces = pieces + (tl.load(ptrs, mask=mask[:, None], other=0.0),)
+    return pieces
+
+
+@triton.jit(do_not_specialize=["num_requests", "page_table_stride_s"])
 def split_kernel(
     # inputs: q [N, Hq, D]; k, v [N, Hkv, D]; k_pages, v_pages [P, PAGE_SIZE, Hkv, D]
     q_ptr,
@@ -44,8 +53,9 @@ def split_kernel(
     v_ptr,
     k_pages_ptr,
     v_pages_ptr,
-    # outputs: out [N, Hq, D]; of each program two cut tiles, parts [2, programs, BLOCK_M, D] and
-    # sums [2, programs, 2, BLOCK_M] (maximum, sum); cuts [programs, 4]
+    # outputs: out [N, Hq, D]; of each program the tiles that it ends and begins for others:
+    # parts [2, programs, BLOCK_M, D], sums [2, programs, 2, BLOCK_M] (peak, total),
+    # cuts [2, programs, 8] (parts of the tile, program of the first, first row, rows, tile)
     out_ptr,
     parts_ptr,
     sums_ptr,
@@ -74,10 +84,11 @@ def split_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     REQUESTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
@@ -99,91 +110,166 @@ def split_kernel(
     share, num_larger = num_units // num_programs, num_units % num_programs
     unit = pid * share + tl.minimum(pid, num_larger)
     last_unit = unit + share + (pid < num_larger).to(tl.int32)
-    tl.store(cuts_ptr + pid * 4, 0)
+    tl.store(cuts_ptr + pid * 8, 0)
+    tl.store(cuts_ptr + (num_programs + pid) * 8, 0)
 
-    d_offs = tl.arange(0, BLOCK_D)
-    d_mask = (d_offs < D)[None, :]
+    CHUNKS: tl.constexpr = D // COLUMNS
+    columns = tl.arange(0, COLUMNS)
     while unit < last_unit:
         request = tl.sum((unit_ends <= unit).to(tl.int32), 0)
-        num_blocks = tl.sum(tl.where(requests == request, blocks, 0), 0)
-        request_end = tl.sum(tl.where(requests == request, unit_ends, 0), 0)
+        begin = tl.max(tl.where(unit_ends <= unit, unit_ends, 0), 0)
         first = tl.load(cu_seqlens_ptr + request).to(tl.int64)
         num_tokens = (tl.load(cu_seqlens_ptr + request + 1) - first).to(tl.int32)
         slot = tl.load(slots_ptr + request).to(tl.int64)
         position = tl.load(seq_len_ptr + slot).to(tl.int32)
+        num_blocks = tl.cdiv(position + num_tokens, BLOCK_N)
         m_tiles = tl.cdiv(num_tokens * GROUP, BLOCK_M)
-        begin = request_end - num_blocks * HEADS * m_tiles
         tile = (unit - begin) // num_blocks
         begin += tile * num_blocks
         block, end_block = unit - begin, tl.minimum(last_unit - begin, num_blocks)
         head = (tile // m_tiles).to(tl.int64)
+        table_ptr = page_table_ptr + slot * page_table_stride_s
+        pages = _load_pages(table_ptr, page_table_stride_p, block, position, PAGE_SIZE, BLOCK_N)
 
         m_offs = (tile % m_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
         tokens = m_offs // GROUP
         heads = head * GROUP + m_offs % GROUP
-        m_mask = (tokens < num_tokens)[:, None] & d_mask
+        m_mask = tokens < num_tokens
         q_rows = q_ptr + (first + tokens) * q_stride_n + heads * q_stride_h
-        q = tl.load(q_rows[:, None] + d_offs[None, :], mask=m_mask, other=0.0)
+        q = _load_columns(q_rows, m_mask, COLUMNS, CHUNKS)
         k_new_ptr = k_ptr + (first - position) * k_stride_n + head * k_stride_h
         v_new_ptr = v_ptr + (first - position) * v_stride_n + head * v_stride_h
         k_old_ptr = k_pages_ptr + head * pages_stride_h
         v_old_ptr = v_pages_ptr + head * pages_stride_h
-        table_ptr = page_table_ptr + slot * page_table_stride_s
 
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        pages = _load_pages(table_ptr, page_table_stride_p, block, position, PAGE_SIZE, BLOCK_N)
+        acc = ()
+        for _c in tl.static_range(CHUNKS):
+            acc = acc + (tl.zeros([BLOCK_M, COLUMNS], tl.float32),)
         for i in tl.range(block, end_block, num_stages=STAGES):
             keys = i * BLOCK_N + tl.arange(0, BLOCK_N)
             is_old = keys < position
-            kv_mask = (keys < position + num_tokens)[:, None] & d_mask
+            is_key = keys < position + num_tokens
             places = pages * tl.cast(pages_stride_p, tl.int64)
-            places += (keys % PAGE_SIZE) * tl.cast(pages_stride_j, tl.int64)
+            places += (keys.to(tl.uint32) % PAGE_SIZE) * tl.cast(pages_stride_j, tl.int64)
             new_k, new_v = (
                 keys * tl.cast(k_stride_n, tl.int64),
                 keys * tl.cast(v_stride_n, tl.int64),
             )
             k_rows = tl.where(is_old, k_old_ptr + places, k_new_ptr + new_k)
             v_rows = tl.where(is_old, v_old_ptr + places, v_new_ptr + new_v)
-            k = tl.load(k_rows[:, None] + d_offs[None, :], mask=kv_mask, other=0.0)
-            v = tl.load(v_rows[:, None] + d_offs[None, :], mask=kv_mask, other=0.0)
+            k_rows = tl.multiple_of(k_rows, ALIGNMENT)  # which compilers forget at a selection
+            v_rows = tl.multiple_of(v_rows, ALIGNMENT)
+            k = _load_columns(k_rows, is_key, COLUMNS, CHUNKS)
+            v = _load_columns(v_rows, is_key, COLUMNS, CHUNKS)
             pages = _load_pages(table_ptr, page_table_stride_p, i + 1, position, PAGE_SIZE, BLOCK_N)
 
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-            is_seen = keys[None, :] <= position + tokens[:, None]
-            scores = tl.where(is_seen, scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for c in tl.static_range(CHUNKS):
+                scores = tl.dot(q[c], tl.trans(k[c]), scores, input_precision="ieee")
+            if (i + 1) * BLOCK_N > position:
+                is_seen = keys[None, :] <= position + tokens[:, None]
+                scores = tl.where(is_seen, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
             shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weights = tl.exp2(scores - shift[:, None])
+            weights = tl.exp2(scores * scale_log2 - shift[:, None])
             decay = tl.exp2(peak - shift)
             total = total * decay + tl.sum(weights, 1)
-            acc = acc * decay[:, None]
-            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+            weights = weights.to(v_ptr.dtype.element_ty)
+            new_acc = ()
+            for c in tl.static_range(CHUNKS):
+                kept = acc[c] * decay[:, None]
+                new_acc = new_acc + (tl.dot(weights, v[c], kept, input_precision="ieee"),)
+            acc = new_acc
             peak = new_peak
 
         if (block == 0) & (end_block == num_blocks):
             out_rows = out_ptr + (first + tokens) * out_stride_n + heads * out_stride_h
-            y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_rows[:, None] + d_offs[None, :], y, mask=m_mask)
-            tl.store(cuts_ptr + pid * 4, 0)
+            for c in tl.static_range(CHUNKS):
+                y = (acc[c] / total[:, None]).to(out_ptr.dtype.element_ty)
+                ptrs = out_rows[:, None] + (c * COLUMNS + columns)[None, :]
+                tl.store(ptrs, y, mask=m_mask[:, None])
         else:
-            begins_here = (block == 0).to(tl.int32)
-            place = begins_here * num_programs + pid
+            place = (block == 0).to(tl.int32) * num_programs + pid
             rows = place.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-            tl.store(parts_ptr + (rows * D)[:, None] + d_offs[None, :], acc, mask=m_mask)
+            for c in tl.static_range(CHUNKS):
+                part_ptrs = parts_ptr + (rows * D)[:, None] + (c * COLUMNS + columns)[None, :]
+                tl.store(part_ptrs, acc[c], mask=m_mask[:, None])
             sums_rows = sums_ptr + place * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
             tl.store(sums_rows, peak)
             tl.store(sums_rows + BLOCK_M, total)
+            start = _program_of(begin, share, num_larger)
             end = _program_of(begin + num_blocks - 1, share, num_larger)
-            tl.store(cuts_ptr + pid * 4, begins_here * (end - pid + 1))
-            tl.store(cuts_ptr + pid * 4 + 1, first.to(tl.int32))
-            tl.store(cuts_ptr + pid * 4 + 2, num_tokens)
-            tl.store(cuts_ptr + pid * 4 + 3, tile)
+            tl.store(cuts_ptr + place * 8, end - start + 1)
+            tl.store(cuts_ptr + place * 8 + 1, start)
+            tl.store(cuts_ptr + place * 8 + 2, first.to(tl.int32))
+            tl.store(cuts_ptr + place * 8 + 3, num_tokens)
+            tl.store(cuts_ptr + place * 8 + 4, tile)
         unit = begin + end_block
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_rows", "num_programs"])
+@triton.jit
+def _add_up(
+    out_ptr,
+    parts_ptr,
+    sums_ptr,
+    cut_ptr,
+    out_stride_n,
+    out_stride_h,
+    num_programs,
+    num_parts,
+    start,
+    worker,
+    num_workers,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Add up the parts of a worker's pieces of a tile, ROWS by COLUMNS each."""
+    first = tl.load(cut_ptr + 2).to(tl.int64)
+    num_rows = tl.load(cut_ptr + 3) * GROUP
+    tile = tl.load(cut_ptr + 4)
+    m_tiles = tl.cdiv(num_rows, BLOCK_M)
+    first_row, head = (tile % m_tiles) * BLOCK_M, tile // m_tiles
+    num_rows = tl.minimum(num_rows - first_row, BLOCK_M)
+    ACROSS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    for piece in range(worker, tl.cdiv(num_rows, ROWS) * ACROSS, num_workers):
+        m_offs = piece // ACROSS * ROWS + tl.arange(0, ROWS)
+        d_offs = piece % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
+        mask = (m_offs < num_rows)[:, None] & (d_offs < D)[None, :]
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for begin in range(0, num_parts, PARTS):
+            parts = begin + tl.arange(0, PARTS)
+            is_part = (parts < num_parts)[:, None]
+            places = (tl.where(parts == 0, num_programs, parts) + start).to(tl.int64)[:, None]
+            sums_ptrs = sums_ptr + places * (2 * BLOCK_M) + m_offs[None, :]
+            peaks = tl.load(sums_ptrs, mask=is_part, other=float("-inf"))
+            totals = tl.load(sums_ptrs + BLOCK_M, mask=is_part, other=0.0)
+            rows = (places * BLOCK_M + m_offs[None, :]) * D
+            values = tl.load(
+                parts_ptr + rows[:, :, None] + d_offs[None, None, :],
+                mask=is_part[:, :, None] & mask[None, :, :],
+                other=0.0,
+            )
+            new_peak = tl.maximum(peak, tl.max(peaks, 0))
+            weights, decay = tl.exp2(peaks - new_peak[None, :]), tl.exp2(peak - new_peak)
+            total = total * decay + tl.sum(weights * totals, 0)
+            acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * values, 0)
+            peak = new_peak
+        y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        rows = first_row + m_offs
+        out_rows = out_ptr + (first + rows // GROUP) * out_stride_n
+        out_rows += (head * GROUP + rows % GROUP) * out_stride_h
+        tl.store(out_rows[:, None] + d_offs[None, :], y, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_rows", "num_programs", "page_table_stride_s"])
 def finish_kernel(
     # inputs: k, v [N, Hkv, D]; parts, sums and cuts as above
     k_ptr,
@@ -222,19 +308,24 @@ def finish_kernel(
     REQUESTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+    PART_COLUMNS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_QUERY_HEADS: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
-    """Append rows and zero dead ones; then add up one row of the tile that a program began."""
-    m, cut = tl.program_id(0), tl.program_id(1)
+    """Append rows and zero dead ones; then add up a share of the tiles that a program cut.
+
+    All programs at the parts of a tile share its rows; PARTS parts are added in one go.
+    """
+    worker, cut = tl.program_id(0), tl.program_id(1)
     d_offs = tl.arange(0, BLOCK_D)
     d_mask = d_offs < D
     requests = tl.arange(0, REQUESTS)
     is_request = requests < num_requests
-    worker = cut * tl.num_programs(0) + m
-    for row in range(worker, num_rows, num_programs * tl.num_programs(0)):
+    first_row = cut * tl.num_programs(0) + worker
+    for row in range(first_row, num_rows, num_programs * tl.num_programs(0)):
         begins = tl.load(cu_seqlens_ptr + requests, mask=is_request, other=0)
         ends = tl.load(cu_seqlens_ptr + 1 + requests, mask=is_request, other=0)
         slots = tl.load(slots_ptr + requests, mask=is_request, other=-1)
@@ -264,35 +355,12 @@ def finish_kernel(
 
     if IS_OVERLAPPED:
         gdc_wait()
-    num_parts = tl.load(cuts_ptr + cut * 4)
-    first = tl.load(cuts_ptr + cut * 4 + 1).to(tl.int64)
-    num_tokens = tl.load(cuts_ptr + cut * 4 + 2)
-    tile = tl.load(cuts_ptr + cut * 4 + 3)
-    m_tiles = tl.maximum(tl.cdiv(num_tokens * GROUP, BLOCK_M), 1)
-    row = (tile % m_tiles) * BLOCK_M + m
-    token, head = row // GROUP, tile // m_tiles * GROUP + row % GROUP
-    if (num_parts == 0) | (token >= num_tokens):
-        return
-
-    peak = tl.full([], float("-inf"), tl.float32)
-    total = tl.zeros([], tl.float32)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, num_parts, BLOCK_PARTS):
-        parts = start + tl.arange(0, BLOCK_PARTS)
-        is_part = parts < num_parts
-        places = (tl.where(parts == 0, num_programs, parts) + cut).to(tl.int64)
-        sums_rows = sums_ptr + places * (2 * BLOCK_M) + m
-        peaks = tl.load(sums_rows, mask=is_part, other=float("-inf"))
-        totals = tl.load(sums_rows + BLOCK_M, mask=is_part, other=0.0)
-        values = tl.load(
-            parts_ptr + ((places * BLOCK_M + m) * D)[:, None] + d_offs[None, :],
-            mask=is_part[:, None] & d_mask[None, :],
-            other=0.0,
-        )
-        new_peak = tl.maximum(peak, tl.max(peaks, 0))
-        weights, decay = tl.exp2(peaks - new_peak), tl.exp2(peak - new_peak)
-        total = total * decay + tl.sum(weights * totals, 0)
-        acc = acc * decay + tl.sum(weights[:, None] * values, 0)
-        peak = new_peak
-    out_ptr += (first + token) * out_stride_n + head * out_stride_h
-    tl.store(out_ptr + d_offs, (acc / total).to(out_ptr.dtype.element_ty), mask=d_mask)
+    for role in range(2):
+        cut_ptr = cuts_ptr + (role * num_programs + cut) * 8
+        num_parts, start = tl.load(cut_ptr), tl.load(cut_ptr + 1)
+        if num_parts > 0:
+            _add_up(
+                out_ptr, parts_ptr, sums_ptr, cut_ptr, out_stride_n, out_stride_h, num_programs,
+                num_parts, start, (cut - start) * tl.num_programs(0) + worker,
+                num_parts * tl.num_programs(0), GROUP, D, BLOCK_M, PARTS, PART_ROWS, PART_COLUMNS,
+            )  # fmt: skip

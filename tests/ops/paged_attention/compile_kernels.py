@@ -1,0 +1,53 @@
+"""Compile the kernels for the capabilities that the arguments name, without a GPU.
+
+Prints registers, stack and shared memory as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from helpers.triton_resources import compiled
+from hybridspec.ops.paged_attention import launch, triton_verify
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# query heads, key heads, D, rows of a request, page size, dtype
+SHAPES = [
+    (16, 2, 256, 4, 16, torch.bfloat16),
+    (16, 2, 256, 8, 128, torch.bfloat16),
+    (32, 8, 128, 4, 16, torch.bfloat16),
+    (8, 8, 96, 8, 1, torch.float16),
+    (16, 1, 192, 8, 64, torch.bfloat16),
+    (64, 8, 64, 4, 16, torch.bfloat16),
+    (16, 2, 256, 4, 16, torch.float32),
+]
+
+
+def variants(capability: int):
+    """Yield kernels with constants, pointers and options as `launch` would pick them."""
+    for query_heads, heads, head_dim, rows, page_size, dtype in SHAPES:
+        group = query_heads // heads
+        config = launch.choose_launch(
+            divmod(capability, 10), 132, rows * group, head_dim, dtype.itemsize
+        )
+        sizes = launch.kernel_sizes(config, 8, heads, group, head_dim, page_size)
+        floats = ("q_ptr", "k_ptr", "v_ptr", "k_pages_ptr", "v_pages_ptr", "out_ptr")
+        types = dict.fromkeys(floats, f"*{NAMES[dtype]}")
+        types |= {"parts_ptr": "*fp32", "sums_ptr": "*fp32", "scale_log2": "fp32"}
+        for kernel, constants, num_warps in (
+            (triton_verify.split_kernel, sizes.split | {"ALIGNMENT": 16}, config.num_warps),
+            (triton_verify.finish_kernel, sizes.finish, launch.FINISH_WARPS),
+        ):
+            yield kernel, constants, types, {"num_warps": num_warps}
+
+
+if __name__ == "__main__":
+    reports = [
+        compiled(kernel, constants, types, capability, options)
+        for capability in map(int, sys.argv[1:])
+        for kernel, constants, types, options in variants(capability)
+    ]
+    print(json.dumps(reports))

@@ -1,0 +1,66 @@
+"""The kernels against the loop in Triton's interpreter; run by test_triton.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.attention_cases import BATCHES, check_verify, make_attention_batch
+from hybridspec.ops.paged_attention import launch
+
+F32, F16 = torch.float32, torch.float16
+CONFIG = launch.LaunchConfig(
+    block_m=16, block_n=16, columns=64, num_stages=2, num_warps=4, num_programs=4,
+    finish_programs=2, is_overlapped=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 32])
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(name: str, page_size: int) -> None:
+    make = BATCHES[name] | {"page_size": page_size, "dtype": F32}
+    check_verify(make_attention_batch(**make), launch.verify, config=CONFIG)
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 7, 50])
+def test_any_number_of_programs(num_programs: int) -> None:
+    """Every cut of the units: all in one program, a program within a request, more than units."""
+    config = replace(CONFIG, num_programs=num_programs)
+    make = {"lengths": [4, 0, 2], "positions": [300, 9, 40], "slots": [1, 5, 2], "dtype": F32}
+    check_verify(make_attention_batch(**make), launch.verify, config=config)
+
+
+@pytest.mark.parametrize("head_dim", [16, 48, 96, 192])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (16, 1), (28, 4)])
+def test_heads(heads: tuple[int, int], head_dim: int) -> None:
+    make = {"lengths": [3, 1], "positions": [30, 9], "slots": [4, 0], "dtype": F32}
+    batch = make_attention_batch(
+        **make, num_query_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim
+    )
+    check_verify(batch, launch.verify, config=CONFIG)
+
+
+@pytest.mark.parametrize("name", ["ragged", "padding"])
+def test_half_precision_and_the_launch_that_is_chosen(name: str) -> None:
+    batch = make_attention_batch(**BATCHES[name], page_size=16, head_dim=64, dtype=F16)
+    check_verify(batch, launch.verify)
+
+
+def test_one_request_twice_gives_the_same_bits() -> None:
+    make = {"lengths": [4], "positions": [70], "slots": [2], "dtype": F32}
+    results = []
+    for _ in range(2):
+        batch = make_attention_batch(**make)
+        out = torch.empty_like(batch.q, memory_format=torch.contiguous_format)
+        launch.verify(*batch.tensors, 4, 0.25, out, config=CONFIG)
+        results.append(out)
+    assert torch.equal(*results)
+
+
+def test_the_oracle_would_see_a_missing_part() -> None:
+    """Teeth: without the second launch what was cut is not written."""
+    batch = make_attention_batch([4], [70], [2], dtype=F32)
+    with pytest.raises(AssertionError):
+        check_verify(batch, lambda *arguments, **_: arguments[-1].zero_())

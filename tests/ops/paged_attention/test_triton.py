@@ -1,0 +1,41 @@
+"""The kernels without a GPU: interpreted against the loop, compiled, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.attention_cases import make_attention_batch
+from helpers.triton_process import run_interpreted, run_with_compiler
+from hybridspec.errors import UnsupportedError
+from hybridspec.ops import paged_attention
+
+HERE = Path(__file__).resolve().parent
+
+
+def test_interpreted_kernels_equal_the_loop() -> None:
+    run_interpreted(HERE / "interpreted.py")
+
+
+@pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 89, 100))]
+)
+def test_compiled_kernels_fit(capability: int) -> None:
+    reports = json.loads(run_with_compiler(HERE / "compile_kernels.py", str(capability)))
+    assert {report["kernel"].rpartition(".")[2] for report in reports} == {
+        "split_kernel",
+        "finish_kernel",
+    }
+    limit = {80: 163, 89: 99}.get(capability, 227) * 1024
+    for report in reports:
+        assert report["shared_bytes"] <= limit, report
+        assert report["stack_bytes"] <= 320, report  # outside the loop over keys
+
+
+def test_refuses_a_cpu() -> None:
+    batch = make_attention_batch([2], [3], [1], dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match="'triton'.*not on a CUDA device|not installed"):
+        paged_attention.verify(*batch.tensors, max_verify_tokens=2, backend="triton")
