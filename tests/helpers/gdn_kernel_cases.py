@@ -1,10 +1,14 @@
-"""Verify calls that every kernel must get right: small enough for Triton's interpreter."""
+"""Verify calls that kernels must get right: small enough for interpreters on a CPU."""
 
 from __future__ import annotations
 
-from helpers.gdn_cases import Case, Geometry
+from dataclasses import replace
 
-__all__ = ["KERNEL_CASES", "SMALL"]
+import torch
+
+from helpers.gdn_cases import Case, Dtypes, Geometry
+
+__all__ = ["CUDA_CASES", "CUDA_MODES", "KERNEL_CASES", "LARGE", "NARROW", "SMALL"]
 
 SMALL = Geometry(heads=1, value_heads=2, key_dim=16, value_dim=16)
 
@@ -38,4 +42,24 @@ KERNEL_CASES = [
         (3,),
         geometry=Geometry(1, 1, 16, 16, capacity=4, max_window=2),
     ),
+]
+
+# What the CUDA C++ kernel takes.
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+LARGE = Geometry(heads=2, value_heads=4, key_dim=128, value_dim=128)
+NARROW = Geometry(heads=1, value_heads=1, key_dim=128, value_dim=64)
+CUDA_MODES = [Dtypes(BF16, BF16, BF16), Dtypes(F16, F16, F16), Dtypes(BF16, F32, BF16)]
+CUDA_MODES += [Dtypes(BF16, torch.int8, BF16)]
+CUDA_CASES = [
+    *(Case(f"T{n}", (n,), (8,), (27,), geometry=NARROW) for n in range(1, 9)),
+    Case("ragged", (4, 0, 1, 8, 3), (12, 3, 16, 9, 0), (30, 0, 7, 25, 1), geometry=LARGE),
+    Case("ends-empty", (0, 6, 7, 0), (4, 11, 3, 9), (1, 28, 0, 5), geometry=NARROW),
+    Case("padding-tail", (2, 3, 1), (4, 0, 6), slots=(5, -1, 2), tail=5, geometry=LARGE),
+    Case("all-fold", (4, 4), (13, 16), (1, 30), geometry=LARGE),
+    Case("fold-nothing", (2,), (0,), folds=(True,), geometry=NARROW),
+    Case("options", (3,), (4,), use_qk_l2norm=False, scale=0.1, beta_scale=2.0, geometry=NARROW),
+    Case("equal-keys", (8,), (0,), decay="none", equal_keys=True, geometry=NARROW),
+    Case("strong-decay", (5, 4), (7, 14), decay="-200", history_gap=60.0, geometry=NARROW),
+    Case("ratio-3", (4, 2), (14, 5), geometry=replace(LARGE, heads=1, value_heads=3)),
+    Case("V192", (4,), (13,), geometry=replace(NARROW, value_dim=192)),
 ]

@@ -19,18 +19,29 @@ class RowCall:
     Args:
         num_tokens: rows of each request.
         capacity: ring rows; windows take at most 16, and at most what leaves room for the rows.
+        head_dim: K and V.
+        dtype: of everything but decays and gate parameters.
     """
 
-    def __init__(self, num_tokens: int, capacity: int, *, device: str = "cpu") -> None:
-        self.geometry = Geometry(1, 2, 16, 16, capacity, min(16, capacity - num_tokens), 4)
-        dtypes = Dtypes(F32, F32, F32)
+    def __init__(
+        self,
+        num_tokens: int,
+        capacity: int,
+        *,
+        head_dim: int = 16,
+        dtype: torch.dtype = F32,
+        device: str = "cpu",
+    ) -> None:
+        window = min(16, capacity - num_tokens)
+        self.geometry = Geometry(1, 2, head_dim, head_dim, capacity, window, 4)
+        dtypes = Dtypes(dtype, dtype, dtype)
         generator = torch.Generator().manual_seed(num_tokens)
         most = self.geometry.max_window
         history, starts = (most, 1, most // 2), (capacity - 3, 1, 0)
         self.pools = Pools.create(self.geometry, dtypes, device)
         for slot in range(4):
             self.pools.fill_slot(slot, starts[slot % 3], history[slot % 3], generator)
-        tokens = make_tokens(self.geometry, 3 * num_tokens, generator, F32)
+        tokens = make_tokens(self.geometry, 3 * num_tokens, generator, dtype)
         self.rows = [part.to(device).unflatten(0, (3, num_tokens)) for part in tokens.packed()]
         self.A_log, self.dt_bias = tokens.A_log.to(device), tokens.dt_bias.to(device)
         self.history_len, self.ring_start, self.slots = (
@@ -55,8 +66,10 @@ class RowCall:
             **options,
         )
 
-    def compare(self, backend: str, has_output: bool, **options: object) -> None:
-        """Raise AssertionError unless a backend does what the reference does."""
+    def compare(
+        self, backend: str, has_output: bool, *, bound: float = 5e-6, **options: object
+    ) -> None:
+        """Raise AssertionError unless a backend does what the reference does, within `bound`."""
         found = []
         for name in ("reference", backend):
             pools = [pool.clone() for pool in self.pools.tensors()[:4]]
@@ -69,7 +82,7 @@ class RowCall:
         if self.slots is not None:
             assert found[1][0][1].eq(7.0 if has_output else 0.0).all()
         for actual, expected in zip(found[1], found[0], strict=True):
-            torch.testing.assert_close(actual, expected, rtol=0, atol=5e-6, equal_nan=True)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=bound, equal_nan=True)
         assert any(
             not torch.equal(new.nan_to_num(), old.nan_to_num())
             for new, old in zip(found[1][1:], self.pools.tensors()[:4], strict=True)

@@ -12,7 +12,7 @@ from hybridspec.errors import UnsupportedError
 from hybridspec.models import ModelConfig
 from hybridspec.ops import paged_attention
 from hybridspec.ops.causal_conv1d import launch as conv_launch
-from hybridspec.ops.gated_delta_rule import launch as gdn_launch
+from hybridspec.ops.gated_delta_rule.choice import verify_backends
 from hybridspec.runtime import Pools
 
 __all__ = ["AttentionChoice", "backends_in_use", "choose_attention"]
@@ -100,7 +100,7 @@ def backends_in_use(pools: Pools, attention: AttentionChoice) -> dict[str, tuple
     """Name the backend of each op for the tensors of these pools, with the reason."""
     chosen = {}
     if pools.gdn:
-        chosen["gated_delta_rule"] = _named(_explain_gdn(pools))
+        chosen["gated_delta_rule"] = _gdn_choice(pools)
         chosen["causal_conv1d"] = _named(_explain_conv(pools))
     chosen["paged_attention"] = attention["verify"]
     chosen["attention of prompts"] = attention["prefill"]
@@ -114,12 +114,17 @@ def _named(reason: str | None) -> tuple[str, str]:
     return "reference", f"plain PyTorch; not Triton: {reason}"
 
 
-def _explain_gdn(pools: Pools) -> str | None:
+def _gdn_choice(pools: Pools) -> tuple[str, str]:
     g, pool = pools.geometry, pools.gdn[0]
     q = torch.empty(1, g.num_key_heads, g.key_dim, dtype=pools.dtype, device=pools.device)
     out = torch.empty(1, g.num_value_heads, g.value_dim, dtype=pools.dtype, device=pools.device)
     gate = out[:, :, 0]
-    return gdn_launch.explain_verify(q, gate, gate, pool.state, pool.ring, out, 1)
+    refusals = {
+        name: explain(q, q, out, gate, gate, pool.state, pool.ring, out, 1)
+        for name, explain in verify_backends(q).items()
+    }
+    name = next(name for name, reason in refusals.items() if reason is None)
+    return name, _reason(name, refusals, is_asked_for=False)
 
 
 def _explain_conv(pools: Pools) -> str | None:

@@ -133,7 +133,7 @@ def test_ring_capacity_is_a_power_of_two() -> None:
         ({"is_fold": torch.zeros(2)}, TypeError, "is_fold: expected dtype int8, got float32"),
         ({"out": torch.zeros(5, 4, 16)}, ValueError, r"out: .* = \[5, 4, 32\], got \[5, 4, 16\]"),
         ({"out": torch.zeros(5, 4, 32).int()}, TypeError, "out: expected dtype float32, .*, got"),
-        ({"backend": "cuda"}, ValueError, "backend: expected one of 'auto', .*, got 'cuda'"),
+        ({"backend": "metal"}, ValueError, "backend: expected one of 'auto', .*, got 'metal'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -155,7 +155,7 @@ def test_a_window_and_a_step_must_fit_in_the_ring() -> None:
     ("options", "text"),
     [
         ({"chunk_size": 0}, "chunk_size: expected at least 1, got 0"),
-        ({"backend": "cuda"}, "backend: expected one of 'auto', .*, got 'cuda'"),
+        ({"backend": "metal"}, "backend: expected one of 'auto', .*, got 'metal'"),
     ],
 )
 def test_wrong_options_of_prefill(options: dict, text: str) -> None:

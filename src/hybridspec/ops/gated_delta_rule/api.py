@@ -8,8 +8,9 @@ from torch import Tensor
 from hybridspec.ops._backends import always, choose_backend
 from hybridspec.ops._library import register
 from hybridspec.ops._triton_support import triton_or_reference
-from hybridspec.ops.gated_delta_rule import launch, reference
+from hybridspec.ops.gated_delta_rule import launch, launch_cuda, reference
 from hybridspec.ops.gated_delta_rule import prefill as reference_prefill
+from hybridspec.ops.gated_delta_rule.choice import verify_backends
 from hybridspec.ops.gated_delta_rule.contracts import (
     check_marks,
     check_pools,
@@ -21,7 +22,6 @@ from hybridspec.ops.gated_delta_rule.ring import RingView
 __all__ = ["fold", "materialize", "prefill", "verify"]
 
 _PREFILL_BACKENDS = {"reference": always}
-_verify_backends = triton_or_reference(launch.explain_verify)
 _advance_backends = triton_or_reference(launch.explain_advance)
 _ROWS = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias"
 _RING = "Tensor ring_start, Tensor history_len, int max_window"
@@ -161,7 +161,7 @@ def verify(
         beta_scale: 2 lets the state have negative eigenvalues.
         state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; last stride 1; in-out.
         out: where to write, [N, HV, V]; out.
-        backend: "auto", "triton" or "reference".
+        backend: "auto", "cuda", "triton" or "reference".
 
     Returns:
         [N, HV, V] in the dtype of `v`; zeros in rows that belong to no slot.
@@ -309,12 +309,14 @@ def _prefill(*args) -> None:
 def _verify(*args) -> None:
     *call, max_verify_tokens, state_scale, backend = args
     tensors, ring, rest = call[:8], _ring(*call[8:14]), call[14:]
-    q, _, _, a, b, _, _, state = tensors
+    q, k, v, a, b, _, _, state = tensors
     chosen = choose_backend(
-        "gated_delta_rule.verify", backend, _verify_backends(q),
-        q, a, b, state, ring, rest[3], max_verify_tokens,
+        "gated_delta_rule.verify", backend, verify_backends(q),
+        q, k, v, a, b, state, ring, rest[3], max_verify_tokens,
     )  # fmt: skip
-    if chosen == "triton":
+    if chosen == "cuda":
+        launch_cuda.verify(*tensors, ring, *rest, max_verify_tokens, state_scale)
+    elif chosen == "triton":
         launch.verify(*tensors, ring, *rest, max_verify_tokens)
     else:
         reference.verify(*tensors, ring, *rest, state_scale)

@@ -14,14 +14,12 @@ from torch import Tensor
 from hybridspec.ops._backends import choose_backend
 from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
 from hybridspec.ops._library import register
-from hybridspec.ops._triton_support import triton_or_reference
-from hybridspec.ops.gated_delta_rule import launch, reference
+from hybridspec.ops.gated_delta_rule import launch, launch_cuda, reference
+from hybridspec.ops.gated_delta_rule.choice import verify_backends
 from hybridspec.ops.gated_delta_rule.contracts import FLOATS, WIDE, check_pools, check_window
 from hybridspec.ops.gated_delta_rule.ring import RingView
 
 __all__ = ["verify_rows"]
-
-_backends = triton_or_reference(launch.explain_verify)
 
 
 def verify_rows(
@@ -77,7 +75,7 @@ def verify_rows(
         beta_scale: 2 lets the state have negative eigenvalues.
         out: where to write, [B, T, HV, V], any of these dtypes; rows of padding keep what they
             hold; out.
-        backend: "auto", "triton" or "reference".
+        backend: "auto", "cuda", "triton" or "reference".
 
     Returns:
         `out`, or [B, T, HV, V] in the dtype of `v` with zeros in rows of padding.
@@ -175,11 +173,12 @@ def _verify_rows(*args) -> None:
     slots = None if slots is None else slots.contiguous()
     q, k, v, a, b, A_log, dt_bias, state = tensors
     chosen = choose_backend(
-        "gated_delta_rule.verify_rows", backend, _backends(q),
-        q, a, b, state, ring, out, num_tokens,
+        "gated_delta_rule.verify_rows", backend, verify_backends(q),
+        q, k, v, a, b, state, ring, out, num_tokens,
     )  # fmt: skip
-    if chosen == "triton":
-        launch.verify(
+    if chosen != "reference":
+        run = launch_cuda.verify if chosen == "cuda" else launch.verify
+        run(
             q, k, v, a, b, A_log, dt_bias, state, ring, None, slots, None, out, scale,
             use_qk_l2norm, beta_scale, num_tokens, by_row=cursors,
         )  # fmt: skip

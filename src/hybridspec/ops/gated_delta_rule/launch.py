@@ -163,6 +163,8 @@ def _largest_divisor_power(size: int) -> int:
 
 def explain_verify(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     a: Tensor,
     b: Tensor,
     state: Tensor,

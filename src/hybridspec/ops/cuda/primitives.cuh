@@ -1,0 +1,162 @@
+// What a kernel needs of the machine: tensor-core products, copies, exchanges within a warp.
+//
+// Kernels use these names only, so that tests can compile the same kernel for a CPU with another file
+// of this name. No standard header is included: run-time compilation has none.
+#pragma once
+
+typedef unsigned char uint8;
+typedef unsigned short uint16;
+typedef unsigned int uint32;
+typedef unsigned long long uint64;
+typedef long long int64;
+
+#define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+#define KERNEL(threads, blocks_per_multiprocessor) \
+    extern "C" __global__ void __launch_bounds__(threads, blocks_per_multiprocessor)
+
+extern __shared__ __align__(128) uint8 shared_memory[];
+
+DEVICE uint32 lane_index() { return threadIdx.x & 31; }
+DEVICE uint32 warp_index() { return threadIdx.x >> 5; }
+DEVICE uint32 block_index() { return blockIdx.x; }
+
+// 16 bytes: what one lane loads, stores or copies at once.
+struct __align__(16) Chunk {
+    uint32 r[4];
+};
+
+DEVICE Chunk load(const void* from) { return *static_cast<const Chunk*>(from); }
+// Zero otherwise; no branch.
+DEVICE Chunk load_if(bool live, const void* from) {
+    Chunk chunk;
+    asm("{.reg .pred live; setp.ne.b32 live, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
+        "@live ld.global.v4.b32 {%0, %1, %2, %3}, [%4];}"
+        : "=r"(chunk.r[0]), "=r"(chunk.r[1]), "=r"(chunk.r[2]), "=r"(chunk.r[3])
+        : "l"(from), "r"(static_cast<int>(live)));
+    return chunk;
+}
+DEVICE Chunk load_shared(const void* from) { return *static_cast<const Chunk*>(from); }
+DEVICE void store(void* to, uint32 first, uint32 second) { *static_cast<uint64*>(to) = uint64(second) << 32 | first; }
+DEVICE void store(void* to, const Chunk& chunk) { *static_cast<Chunk*>(to) = chunk; }
+
+// ---- Copies from global to shared memory that a lane does not wait for ----
+
+// `read_once`: the line is the first that the second-level cache gives up.
+template <bool read_once>
+DEVICE void copy_async(void* shared, const void* global) {
+    uint32 address = static_cast<uint32>(__cvta_generic_to_shared(shared));
+    if (read_once)
+        asm volatile(
+            "{.reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
+            "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, policy;}" ::"r"(address), "l"(global)
+            : "memory");
+    else
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+}
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Wait until at most `pending` of the groups that this lane committed are under way.
+template <int pending>
+DEVICE void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// ---- Within a warp ----
+
+DEVICE void sync_warp() { __syncwarp(); }
+DEVICE float from_lane(float value, int lane) { return __shfl_sync(~0u, value, lane); }
+DEVICE float from_lane_below(float value, int distance) { return __shfl_up_sync(~0u, value, distance); }
+DEVICE float from_lane_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
+
+// Transpose 8 x 8 values of 16 bits; a lane (g, t) = (lane / 4, lane % 4) holds row g, columns 2t, 2t+1.
+DEVICE uint32 transpose(uint32 pair) {
+    uint32 result;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+    return result;
+}
+
+// ---- Numbers ----
+
+
+DEVICE float exponential(float x) {  // 2^-22 relative; 0 below 2^-126
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
+    return result;
+}
+DEVICE float logarithm(float x) {
+    float result;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result * 0.6931471805599453f;
+}
+DEVICE float reciprocal_root(float x) {
+    float result;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+DEVICE float reciprocal(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+DEVICE float as_float(uint32 bits) { return __uint_as_float(bits); }
+DEVICE uint32 as_bits(float x) { return __float_as_uint(x); }
+DEVICE uint32 select_bytes(uint32 low, uint32 high, uint32 selector) { return __byte_perm(low, high, selector); }
+
+// Two 16-bit numbers in a register, the first in the low half.
+struct Bf16 {
+    DEVICE static uint32 pack(float first, float second) {
+        uint32 result;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
+        return result;
+    }
+    DEVICE static float first(uint32 pair) { return as_float(pair << 16); }
+    DEVICE static float second(uint32 pair) { return as_float(pair & 0xffff0000u); }
+    DEVICE static uint32 subtract(uint32 a, uint32 b) {
+        uint32 result, minus_one = 0xbf80bf80u;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(b), "r"(minus_one), "r"(a));
+        return result;
+    }
+    // c += A B with A [16, 16] and B [16, 8], or A [16, 8] and B [8, 8]; registers as in PTX.
+    DEVICE static void mma(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+            "{%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+    DEVICE static void mma_8(float (&c)[4], const uint32 (&a)[2], uint32 b) {
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(b));
+    }
+};
+
+struct Fp16 {
+    DEVICE static uint32 pack(float first, float second) {
+        uint32 result;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
+        return result;
+    }
+    DEVICE static float first(uint32 pair) {
+        float result;
+        asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}" : "=f"(result) : "r"(pair));
+        return result;
+    }
+    DEVICE static float second(uint32 pair) {
+        float result;
+        asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}" : "=f"(result) : "r"(pair));
+        return result;
+    }
+    DEVICE static void mma(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+            "{%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+    DEVICE static void mma_8(float (&c)[4], const uint32 (&a)[2], uint32 b) {
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(b));
+    }
+};

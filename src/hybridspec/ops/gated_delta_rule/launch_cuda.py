@@ -1,0 +1,257 @@
+"""How the CUDA C++ verify kernel is launched: what it serves, its build, its arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridspec.errors import UnsupportedError
+from hybridspec.ops._nvrtc import explain_compiler, load_kernel
+from hybridspec.ops._triton_support import capability
+from hybridspec.ops.gated_delta_rule.launch import RowCursors
+from hybridspec.ops.gated_delta_rule.ring import RingView
+
+__all__ = ["CudaConfig", "Params", "choose_config", "explain_tensors", "explain_verify", "verify"]
+
+SOURCE = "gated_delta_rule/verify.cu"
+_TARGETS = ((9, 0),)  # where it was measured against the portable kernel
+_NEVER = 2**31 - 1  # rows of a window
+_MAX_TOKENS = 8
+_MAX_WINDOW = 16
+_ACTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+_POINTERS = (
+    "q", "k", "v", "a", "b", "A_log", "dt_bias", "state", "state_scale", "ring_k", "ring_u",
+    "ring_decay", "out", "ring_start", "history_len", "cu_seqlens", "slots", "is_fold",
+)  # fmt: skip
+_STRIDES = (
+    "q_stride_n", "q_stride_h", "k_stride_n", "k_stride_h", "v_stride_n", "v_stride_h",
+    "a_stride_n", "b_stride_n", "out_stride_n", "out_stride_h", "state_stride_s",
+    "state_stride_h", "scale_stride_s", "scale_stride_h", "ring_k_stride_s",
+    "ring_k_stride_h", "ring_k_stride_r", "ring_u_stride_s", "ring_u_stride_h",
+    "ring_u_stride_r", "decay_stride_s", "decay_stride_h",
+)  # fmt: skip
+_INTEGERS = (
+    "num_requests", "num_rows", "rows_per_request", "ring_capacity",
+    "fold_threshold", "cursors_by_row", "zero_padding", "use_l2norm",
+    "zero",
+)  # fmt: skip
+
+
+class Params(ctypes.Structure):
+    """The struct of the same name in verify.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int32) for name in _STRIDES),
+        *((name, ctypes.c_int32) for name in _INTEGERS),
+        ("scale", ctypes.c_float),
+        ("beta_scale", ctypes.c_float),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaConfig:
+    """Shape of a launch.
+
+    Attributes:
+        splits: warps that share the value rows of one head.
+        warps: warps of a block.
+        blocks: blocks that a multiprocessor must hold, which caps registers.
+        evict_first: whether states that a step only reads leave the second-level cache early.
+    """
+
+    splits: int
+    warps: int
+    blocks: int
+    evict_first: bool
+
+
+def choose_config(num_heads: int, value_dim: int, state_dtype: torch.dtype) -> CudaConfig:
+    """Pick the shape of a launch; tuned on an H200, see docs/kernels/gdn_verify.md.
+
+    Args:
+        num_heads: requests times value heads.
+        value_dim: V.
+        state_dtype: dtype of the checkpoints.
+    """
+    # Beyond this the states of a step are several times the cache, and the hint slows folds down.
+    evict_first = num_heads <= 8192
+    if state_dtype == torch.int8:  # half the bytes: a warp takes twice the rows
+        rows, warps, resident = (128 if value_dim % 128 == 0 else 64), 1, 8
+    elif state_dtype == torch.float32:
+        rows, warps, resident = 64, 1, 6
+    else:
+        rows, warps = 64, (2 if value_dim % 128 == 0 else 1)
+        resident = 8 if num_heads <= 2048 else 12
+    return CudaConfig(
+        splits=value_dim // rows, warps=warps, blocks=resident // warps, evict_first=evict_first
+    )
+
+
+def explain_verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    state: Tensor,
+    ring: RingView,
+    out: Tensor,
+    max_verify_tokens: int,
+) -> str | None:
+    """Say why the CUDA kernel cannot serve a verify call, or return None."""
+    target = capability(q)
+    if target not in _TARGETS:
+        return "it was measured on sm_90 only" if q.is_cuda else "q is not on a CUDA device"
+    return explain_compiler() or explain_tensors(q, k, v, a, b, state, ring, out, max_verify_tokens)
+
+
+def explain_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    state: Tensor,
+    ring: RingView,
+    out: Tensor,
+    max_verify_tokens: int,
+) -> str | None:
+    """Say which size, dtype or alignment of a call the kernel does not take, or return None."""
+    if q.dtype not in _ACTS:
+        return f"q has dtype {_name(q.dtype)}, it takes bfloat16 and float16"
+    for name, tensor in (("ring.k", ring.k), ("ring.u", ring.u), ("out", out)):
+        if tensor.dtype != q.dtype:
+            return f"{name} has dtype {_name(tensor.dtype)}, q has {_name(q.dtype)}"
+    wide = (torch.float32, torch.int8) if q.dtype == torch.bfloat16 else ()
+    if state.dtype not in (q.dtype, *wide):
+        return f"state has dtype {_name(state.dtype)} and q {_name(q.dtype)}"
+    if a.dtype != b.dtype or a.dtype not in (q.dtype, torch.float32):
+        return f"a and b have dtypes {_name(a.dtype)} and {_name(b.dtype)}"
+    if ring.cum_log_decay.dtype != torch.float32 or ring.cum_log_decay.stride(2) != 1:
+        return "ring.cum_log_decay is not fp32 with a last stride of 1"
+    value_dim, key_dim = state.shape[2:]
+    if key_dim != 128 or value_dim % 64 or value_dim > 256:
+        return (
+            f"heads have K = {key_dim} and V = {value_dim}, it takes K = 128, V = 64, 128, ..., 256"
+        )
+    if max_verify_tokens > _MAX_TOKENS:
+        return f"max_verify_tokens is {max_verify_tokens}, it takes up to {_MAX_TOKENS}"
+    if ring.max_window > _MAX_WINDOW:
+        return f"ring.max_window is {ring.max_window}, it takes up to {_MAX_WINDOW}"
+    for name, tensor in (
+        ("q", q), ("k", k), ("v", v), ("state", state), ("ring.k", ring.k), ("ring.u", ring.u),
+        ("out", out),
+    ):  # fmt: skip
+        bytes_apart = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
+        if tensor.data_ptr() % 16 or any(stride % 16 for stride in bytes_apart):
+            return f"{name} does not lie on 16-byte boundaries"
+        if max(bytes_apart) >= 2**32:
+            return f"{name} has a stride of {max(bytes_apart)} bytes"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _defines(k: Tensor, a: Tensor, state: Tensor, config: CudaConfig) -> dict[str, object]:
+    """Macros of verify.cu for the tensors of a call."""
+    return {
+        "ACT": _ACTS[k.dtype],
+        "STATE_BITS": 8 * state.itemsize,
+        "GATE_BITS": 8 * a.itemsize,
+        "HEADS": k.shape[1],
+        "VALUE_HEADS": state.shape[1],
+        "KEY_DIM": state.shape[3],
+        "VALUE_DIM": state.shape[2],
+        "STATE_STRIDE": state.stride(2) * state.itemsize,
+        "SPLITS": config.splits,
+        "WARPS": config.warps,
+        "BLOCKS_PER_MULTIPROCESSOR": config.blocks,
+        "EVICT_FIRST": int(config.evict_first),
+    }
+
+
+def verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    ring: RingView,
+    cu_seqlens: Tensor | None,
+    slots: Tensor | None,
+    is_fold: Tensor | None,
+    out: Tensor,
+    scale: float,
+    use_qk_l2norm: bool,
+    beta_scale: float,
+    max_verify_tokens: int,
+    state_scale: Tensor | None = None,
+    *,
+    by_row: RowCursors | None = None,
+    config: CudaConfig | None = None,
+) -> None:
+    """Launch the kernel; arguments as `launch.verify`, and the row scales of an 8-bit state."""
+    if by_row is None:
+        cursors = RowCursors(history_len=ring.history_len, ring_start=ring.ring_start)
+    else:
+        cursors = by_row
+    num_requests = slots.shape[0] if slots is not None else cursors.history_len.shape[0]
+    if num_requests == 0:
+        out.zero_()
+        return
+    if state_scale is not None:
+        _check_scale(state_scale)
+    A_log, dt_bias = (part.float().contiguous() for part in (A_log, dt_bias))
+    num_heads = num_requests * state.shape[1]
+    config = config or choose_config(num_heads, state.shape[2], state.dtype)
+    params = Params(
+        *map(
+            _address,
+            (
+                q, k, v, a, b, A_log, dt_bias, state, state_scale, ring.k, ring.u,
+                ring.cum_log_decay, out, cursors.ring_start, cursors.history_len, cu_seqlens,
+                slots, is_fold,
+            ),
+        ),
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], a.stride(0), b.stride(0),
+        *out.stride()[:2], *(stride * state.itemsize for stride in state.stride()[:2]),
+        *((0, 0) if state_scale is None else (2 * s for s in state_scale.stride()[:2])),
+        *ring.k.stride()[:3], *ring.u.stride()[:3], *ring.cum_log_decay.stride()[:2],
+        num_requests, q.shape[0], q.shape[0] // num_requests, ring.k.shape[2],
+        _NEVER if cursors.fold_threshold is None else cursors.fold_threshold,
+        by_row is not None, cursors.is_padding_zeroed, use_qk_l2norm, 0, scale, beta_scale,
+    )  # fmt: skip
+    threads, num_warps = 32 * config.warps, num_heads * config.splits
+    row_bytes = state.shape[3] * state.itemsize
+    if state_scale is not None:
+        row_bytes += 2 * state_scale.shape[3]
+    shared_bytes = config.warps * state.shape[2] // config.splits * row_bytes
+    with torch.cuda.device_of(q):
+        kernel = load_kernel(
+            SOURCE, "verify", tuple(_defines(k, a, state, config).items()), threads, shared_bytes,
+            q.device.index,
+        )  # fmt: skip
+        kernel.launch(-(-num_warps // config.warps), params)
+
+
+def _check_scale(scale: Tensor) -> None:
+    bytes_apart = [2 * stride for stride in scale.stride()[:2]]
+    is_right = scale.stride(2) == scale.shape[3] and scale.data_ptr() % 16 == 0
+    if not is_right or any(stride % 16 or stride >= 2**32 for stride in bytes_apart):
+        raise UnsupportedError(
+            "state_scale: the CUDA kernel takes factors of a head side by side on 16-byte "
+            f"boundaries, got strides {scale.stride()} for shape {tuple(scale.shape)}"
+        )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

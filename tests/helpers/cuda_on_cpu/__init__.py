@@ -1,0 +1,49 @@
+"""CUDA C++ kernels of the package, compiled with g++ and run lane by lane on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import subprocess
+import tempfile
+from pathlib import Path
+
+from hybridspec.ops._nvrtc import SOURCES
+
+__all__ = ["CpuKernel", "load_kernel"]
+
+HERE = Path(__file__).parent
+
+
+class CpuKernel:
+    """Stands in for `hybridspec.ops._nvrtc.Kernel`."""
+
+    def __init__(self, library: Path) -> None:
+        self._run = ctypes.CDLL(str(library)).run
+
+    def launch(self, num_blocks: int, params: ctypes.Structure) -> None:
+        self._run(ctypes.byref(params), num_blocks)
+
+
+@functools.cache
+def load_kernel(
+    source: str,
+    name: str,
+    defines: tuple[tuple[str, object], ...],
+    threads: int,
+    shared_bytes: int,
+    device: int | None,
+) -> CpuKernel:
+    """Stand in for the function of this name in `hybridspec.ops._nvrtc`."""
+    macros = [f"-D{key}={value}" for key, value in defines]
+    files = [HERE / "primitives.cuh", SOURCES / source]
+    key = hashlib.sha256("".join([*macros, *(file.read_text() for file in files)]).encode())
+    library = Path(tempfile.gettempdir()) / f"hybridspec-{name}-{key.hexdigest()[:16]}.so"
+    if not library.exists():
+        partial = library.with_suffix(f".{id(macros)}.so")
+        command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{HERE}"]
+        command += [f"-I{(SOURCES / source).parent}", *macros, str(HERE / f"run_{name}.cpp")]
+        subprocess.run([*command, "-o", str(partial)], check=True)
+        partial.replace(library)
+    return CpuKernel(library)

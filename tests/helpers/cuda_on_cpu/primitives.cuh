@@ -1,0 +1,275 @@
+// The names of hybridspec/ops/cuda/primitives.cuh for a CPU: every lane of a warp is a fiber.
+//
+// What lanes do together is an exchange: each leaves its value and lets the next lane run; when its
+// turn comes again all have left theirs. A lane is therefore never more than one exchange ahead of
+// another, so two buffers do. Lanes that are not all at the same exchange abort the process, copies
+// are carried out where they are waited for, and shared memory starts as NaN.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+typedef uint8_t uint8;
+typedef uint16_t uint16;
+typedef uint32_t uint32;
+typedef uint64_t uint64;
+typedef int64_t int64;
+
+#define DEVICE inline
+#define UNROLL
+#define KERNEL(threads, blocks_per_multiprocessor) \
+    constexpr int kThreads = threads;              \
+    extern "C" void
+
+inline uint8 shared_memory[227 * 1024];
+
+struct alignas(16) Chunk {
+    uint32 r[4];
+};
+
+namespace cpu {
+
+struct Left {  // what a lane leaves at an exchange
+    int place, number;
+    uint32 words[8];
+};
+struct Copy {
+    void* to;
+    const void* from;
+};
+struct Lane {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool done;
+    int count;  // exchanges so far
+    Left left[2];
+    std::vector<std::vector<Copy>> groups;  // committed and under way
+    std::vector<Copy> open;
+};
+
+inline Lane lanes[32];
+inline ucontext_t scheduler;
+inline int lane, warp, block;
+
+[[noreturn]] inline void fail(const char* what) {
+    std::fprintf(stderr, "block %d warp %d lane %d: %s\n", block, warp, lane, what);
+    std::abort();
+}
+
+// Leave words and wait for those of all lanes; `place` tells exchanges apart. Returns the buffer.
+inline int exchange(int place, std::initializer_list<uint32> words) {
+    const int self = lane, number = lanes[self].count++, turn = number % 2;
+    Left& left = lanes[self].left[turn];
+    left.place = place, left.number = number;
+    std::copy(words.begin(), words.end(), left.words);
+    swapcontext(&lanes[self].context, &scheduler);
+    for (const Lane& other : lanes)
+        if (other.left[turn].place != place || other.left[turn].number != number)
+            fail("lanes are at different exchanges");
+    return turn;
+}
+inline uint32 word(int turn, int of, int index) { return lanes[of & 31].left[turn].words[index]; }
+
+inline float real(uint32 bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+inline uint32 bits(float x) {
+    uint32 b;
+    std::memcpy(&b, &x, 4);
+    return b;
+}
+
+}  // namespace cpu
+
+inline uint32 lane_index() { return cpu::lane; }
+inline uint32 warp_index() { return cpu::warp; }
+inline uint32 block_index() { return cpu::block; }
+
+inline Chunk load(const void* from) {
+    Chunk chunk;
+    if (reinterpret_cast<uintptr_t>(from) % 16) cpu::fail("a load that is not aligned");
+    std::memcpy(&chunk, from, 16);
+    return chunk;
+}
+inline Chunk load_if(bool live, const void* from) { return live ? load(from) : Chunk{{0, 0, 0, 0}}; }
+inline Chunk load_shared(const void* from) { return load(from); }
+inline void store(void* to, uint32 first, uint32 second) {
+    const uint32 both[2] = {first, second};
+    std::memcpy(to, both, 8);
+}
+inline void store(void* to, const Chunk& chunk) {
+    if (reinterpret_cast<uintptr_t>(to) % 16) cpu::fail("a store that is not aligned");
+    std::memcpy(to, &chunk, 16);
+}
+
+template <bool read_once>
+inline void copy_async(void* shared, const void* global) {
+    if (reinterpret_cast<uintptr_t>(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16)
+        cpu::fail("a copy that is not aligned");
+    cpu::lanes[cpu::lane].open.push_back({shared, global});
+}
+inline void copy_async_commit() {
+    auto& mine = cpu::lanes[cpu::lane];
+    mine.groups.push_back(std::move(mine.open));
+    mine.open.clear();
+}
+template <int pending>
+inline void copy_async_wait() {
+    auto& groups = cpu::lanes[cpu::lane].groups;
+    while (static_cast<int>(groups.size()) > pending) {
+        for (const auto& copy : groups.front()) std::memcpy(copy.to, copy.from, 16);
+        groups.erase(groups.begin());
+    }
+}
+
+inline void sync_warp() { cpu::exchange(1, {}); }
+inline float from_lane(float value, int of) {
+    return cpu::real(cpu::word(cpu::exchange(2, {cpu::bits(value)}), of, 0));
+}
+inline float from_lane_below(float value, int distance) {
+    const int of = cpu::lane - distance;
+    return cpu::real(cpu::word(cpu::exchange(3, {cpu::bits(value)}), of < 0 ? cpu::lane : of, 0));
+}
+inline float from_lane_xor(float value, int mask) {
+    return cpu::real(cpu::word(cpu::exchange(4, {cpu::bits(value)}), cpu::lane ^ mask, 0));
+}
+inline uint32 transpose(uint32 pair) {
+    const int turn = cpu::exchange(5, {pair}), g = cpu::lane / 4, t = cpu::lane % 4;
+    uint32 result = 0;
+    for (int i = 0; i < 2; ++i)  // rows 2t and 2t + 1, column g
+        result |= (cpu::word(turn, 4 * (2 * t + i) + g / 2, 0) >> (16 * (g % 2)) & 0xffff) << (16 * i);
+    return result;
+}
+
+inline float exponential(float x) { return std::exp(x); }
+inline float logarithm(float x) { return std::log(x); }
+inline float reciprocal_root(float x) { return 1 / std::sqrt(x); }
+inline float reciprocal(float x) { return 1 / x; }
+inline float as_float(uint32 bits) { return cpu::real(bits); }
+inline uint32 as_bits(float x) { return cpu::bits(x); }
+inline uint32 select_bytes(uint32 low, uint32 high, uint32 selector) {
+    const uint64 both = static_cast<uint64>(high) << 32 | low;
+    uint32 result = 0;
+    for (int i = 0; i < 4; ++i) result |= static_cast<uint32>(both >> (8 * (selector >> 4 * i & 7)) & 0xff) << 8 * i;
+    return result;
+}
+
+struct Bf16 {
+    static uint32 round(float x) {
+        const uint32 b = cpu::bits(x);
+        if (x != x) return 0x7fff;
+        return (b + 0x7fff + (b >> 16 & 1)) >> 16;
+    }
+    static uint32 pack(float first, float second) { return round(first) | round(second) << 16; }
+    static float first(uint32 pair) { return cpu::real(pair << 16); }
+    static float second(uint32 pair) { return cpu::real(pair & 0xffff0000u); }
+    static uint32 subtract(uint32 a, uint32 b) {
+        return pack(first(a) - first(b), second(a) - second(b));
+    }
+    static void mma(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+    static void mma_8(float (&c)[4], const uint32 (&a)[2], uint32 b);
+};
+struct Fp16 {
+    static uint32 round(float x) {
+        const _Float16 half = static_cast<_Float16>(x);
+        uint16 b;
+        std::memcpy(&b, &half, 2);
+        return b;
+    }
+    static float widen(uint32 b) {
+        const uint16 low = static_cast<uint16>(b);
+        _Float16 half;
+        std::memcpy(&half, &low, 2);
+        return static_cast<float>(half);
+    }
+    static uint32 pack(float first, float second) { return round(first) | round(second) << 16; }
+    static float first(uint32 pair) { return widen(pair & 0xffff); }
+    static float second(uint32 pair) { return widen(pair >> 16); }
+    static void mma(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+    static void mma_8(float (&c)[4], const uint32 (&a)[2], uint32 b);
+};
+
+namespace cpu {
+
+// c += A B with A [16, depth] and B [depth, 8]; words are those of A, then those of B.
+template <class Type>
+void mma(float (&c)[4], int place, int depth, std::initializer_list<uint32> operands) {
+    const int turn = exchange(place, operands), g = lane / 4, t = lane % 4, words_of_a = depth / 4;
+    for (int i = 0; i < 4; ++i) {
+        const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+        double sum = c[i];
+        for (int k = 0; k < depth; ++k) {
+            const uint32 a = word(turn, row % 8 * 4 + k % 8 / 2, row / 8 + k / 8 * 2);
+            const uint32 b = word(turn, column * 4 + k % 8 / 2, words_of_a + k / 8);
+            sum += static_cast<double>(k % 2 ? Type::second(a) : Type::first(a)) *
+                   (k % 2 ? Type::second(b) : Type::first(b));
+        }
+        c[i] = static_cast<float>(sum);
+    }
+}
+
+}  // namespace cpu
+
+inline void Bf16::mma(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    cpu::mma<Bf16>(c, 6, 16, {a[0], a[1], a[2], a[3], b0, b1});
+}
+inline void Bf16::mma_8(float (&c)[4], const uint32 (&a)[2], uint32 b) {
+    cpu::mma<Bf16>(c, 7, 8, {a[0], a[1], b});
+}
+inline void Fp16::mma(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    cpu::mma<Fp16>(c, 8, 16, {a[0], a[1], a[2], a[3], b0, b1});
+}
+inline void Fp16::mma_8(float (&c)[4], const uint32 (&a)[2], uint32 b) {
+    cpu::mma<Fp16>(c, 9, 8, {a[0], a[1], b});
+}
+
+namespace cpu {
+
+// Run `kernel(params)` for all blocks of `threads` threads, one warp after the other.
+template <class Params>
+void run(void (*kernel)(Params), const Params& params, int num_blocks, int threads) {
+    static void (*the_kernel)(Params);
+    static Params the_params;
+    the_kernel = kernel, the_params = params;
+    for (block = 0; block < num_blocks; ++block) {
+        std::memset(shared_memory, 0xff, sizeof shared_memory);
+        for (warp = 0; warp < threads / 32; ++warp) {
+            for (Lane& each : lanes) {
+                each.done = false, each.count = 0;
+                for (Left& left : each.left) left.number = -1;
+                each.groups.clear(), each.open.clear();
+                each.stack.resize(1 << 18);
+                getcontext(&each.context);
+                each.context.uc_stack.ss_sp = each.stack.data();
+                each.context.uc_stack.ss_size = each.stack.size();
+                each.context.uc_link = nullptr;
+                makecontext(&each.context, +[] {
+                    the_kernel(the_params);
+                    Lane& mine = lanes[lane];
+                    mine.done = true;
+                    setcontext(&scheduler);
+                }, 0);
+            }
+            for (bool running = true; running;) {
+                running = false;
+                for (lane = 0; lane < 32; ++lane) {
+                    const int current = lane;
+                    if (!lanes[current].done) swapcontext(&scheduler, &lanes[current].context);
+                    lane = current;
+                    running |= !lanes[current].done;
+                }
+            }
+        }
+    }
+}
+
+}  // namespace cpu
