@@ -177,7 +177,7 @@ def captured(call: Callable[[], object], pool: object = None) -> torch.cuda.CUDA
 def test_a_graph_follows_its_inputs() -> None:
     """Captured with 8 requests, replayed with fewer: the rest is padding or has no rows."""
     positions = [700, 3, 0, 4000, 90, 64, 2000, 15]
-    call = Large(lengths=[4] * 8, positions=[p + 200 for p in positions]).build()
+    call = Large(lengths=[4] * 8, positions=[p + 600 for p in positions]).build()
     out = torch.empty_like(call["q"])
     graph = captured(lambda: run(call, 4, out=out))
     for lengths, slots in (

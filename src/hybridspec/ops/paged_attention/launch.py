@@ -26,6 +26,7 @@ _SMALLEST_SCALE = 1e-30  # masked scores are -inf, which times zero is no number
 _HAS_WARP_GROUPS = (9, 10)
 _SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB a multiprocessor
 _PIECE = 4096  # elements that a program of the second launch adds up at once
+_FINISH_PROGRAMS = 4  # of each multiprocessor
 FINISH_WARPS = 4
 
 
@@ -123,18 +124,18 @@ def choose_launch(
     # 64 rows are one instruction of a warp group; elsewhere they would not fit into registers.
     largest_m = 64 if target[0] in _HAS_WARP_GROUPS and itemsize == 2 else 32
     block_m = min(max(round_up_to_power_of_two(num_query_rows), 16), largest_m)
-    is_light = block_m < 64 and head_dim <= 128
     block_n = 64 if itemsize == 2 else 16
-    if target in _SMALL_SHARED_MEMORY and head_dim > 128:
-        block_n //= 2
+    per_processor = 2 if head_dim <= (96 if block_m == 64 else 128) else 1
+    if target in _SMALL_SHARED_MEMORY:
+        block_n, per_processor = min(block_n, 32), 1
     return LaunchConfig(
         block_m=block_m,
         block_n=block_n,
         columns=64,
         num_stages=3,
         num_warps=4,
-        num_programs=num_processors * (2 if is_light else 1),
-        finish_programs=2 if is_light else 4,
+        num_programs=num_processors * per_processor,
+        finish_programs=_FINISH_PROGRAMS // per_processor,
         is_overlapped=target >= (9, 0),
     )
 
