@@ -154,6 +154,10 @@ inline float exponential(float x) { return std::exp(x); }
 inline float logarithm(float x) { return std::log(x); }
 inline float reciprocal_root(float x) { return 1 / std::sqrt(x); }
 inline float reciprocal(float x) { return 1 / x; }
+inline float fused_multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+inline float larger_magnitude(float a, float b) {
+    return a != a || b != b ? NAN : std::max(std::fabs(a), std::fabs(b));
+}
 inline float as_float(uint32 bits) { return cpu::real(bits); }
 inline uint32 as_bits(float x) { return cpu::bits(x); }
 inline uint32 select_bytes(uint32 low, uint32 high, uint32 selector) {

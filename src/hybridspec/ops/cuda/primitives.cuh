@@ -98,6 +98,12 @@ DEVICE float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
 }
+DEVICE float fused_multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+DEVICE float larger_magnitude(float a, float b) {  // NaN if one is
+    float result;
+    asm("{.reg .f32 a, b; abs.f32 a, %1; abs.f32 b, %2; max.NaN.f32 %0, a, b;}" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
 DEVICE float as_float(uint32 bits) { return __uint_as_float(bits); }
 DEVICE uint32 as_bits(float x) { return __float_as_uint(x); }
 DEVICE uint32 select_bytes(uint32 low, uint32 high, uint32 selector) { return __byte_perm(low, high, selector); }

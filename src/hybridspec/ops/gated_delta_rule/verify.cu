@@ -114,9 +114,9 @@ struct StateColumns {
     DEVICE StateColumns(const uint8* rows, uint32 exchanged, uint32 row, uint32 group, uint32 t) {
         pairs = load_shared(rows + row * ROW_BYTES + 16 * ((4 * group + t) ^ exchanged));
     }
-    DEVICE void widen(float (&x)[8]) const {
+    DEVICE void widen(float (&x)[8], float factor) const {
         UNROLL
-        for (int j = 0; j < 4; ++j) x[2 * j] = ACT::first(pairs.r[j]), x[2 * j + 1] = ACT::second(pairs.r[j]);
+        for (int j = 0; j < 4; ++j) x[2 * j] = factor * ACT::first(pairs.r[j]), x[2 * j + 1] = factor * ACT::second(pairs.r[j]);
     }
 };
 #elif STATE_BITS == 32
@@ -131,9 +131,9 @@ struct StateColumns {
             for (int i = 0; i < 4; ++i) x[4 * half + i] = as_float(part.r[i]);
         }
     }
-    DEVICE void widen(float (&wide)[8]) const {
+    DEVICE void widen(float (&wide)[8], float factor) const {
         UNROLL
-        for (int i = 0; i < 8; ++i) wide[i] = x[i];
+        for (int i = 0; i < 8; ++i) wide[i] = factor * x[i];
     }
     DEVICE void split(Chunk& pairs, Chunk& rest) const {
         UNROLL
@@ -158,10 +158,13 @@ struct StateColumns {
         for (int j = 0; j < 4; ++j) pairs.r[j] = select_bytes(bytes[j / 2], 0x64646464u, j % 2 ? 0x4342 : 0x4140);
         return pairs;
     }
-    DEVICE void widen(float (&x)[8]) const {  // 2^23 + 128 + n is exact in fp32
+    // The bits of 2^15 + 128 + n, times the factor, less the rest: off by 2e-3 of a quantum at most,
+    // and exact for a factor of bf16, so that what does not change keeps its bits.
+    DEVICE void widen(float (&x)[8], float factor) const {
+        const float rest = -32896.f * factor;
         UNROLL
         for (int i = 0; i < 8; ++i)
-            x[i] = as_float(select_bytes(bytes[i / 4], 0x4b000000u, 0x7440 + i % 4)) - 8388736.f;
+            x[i] = fused_multiply_add(as_float(select_bytes(bytes[i / 4], 0x47000000u, 0x7504 + i % 4 * 16)), factor, rest);
     }
 };
 #endif
@@ -197,19 +200,12 @@ DEVICE void store_columns(uint8* row, uint8* scales, uint32 group, uint32 t, con
     for (int j = 0; j < 4; ++j) pairs.r[j] = ACT::pack(x[2 * j], x[2 * j + 1]);
     store(row + 64 * group, pairs);
 #else
-    // Largest magnitude of 32 columns; compared as integers, so that NaN is the largest.
-    uint32 largest = 0;
+    float largest = 0;  // magnitude in 32 columns
     UNROLL
-    for (int i = 0; i < 8; ++i) {
-        const uint32 magnitude = as_bits(x[i]) & 0x7fffffffu;
-        largest = magnitude > largest ? magnitude : largest;
-    }
+    for (int i = 0; i < 8; ++i) largest = larger_magnitude(largest, x[i]);
     UNROLL
-    for (int mask = 1; mask < 4; mask *= 2) {
-        const uint32 other = as_bits(from_lane_xor(as_float(largest), mask));
-        largest = other > largest ? other : largest;
-    }
-    const uint32 scale = as_float(largest) < 1e-30f ? 0 : Bf16::pack(as_float(largest) * 0.007874016f, 0);
+    for (int mask = 1; mask < 4; mask *= 2) largest = larger_magnitude(largest, from_lane_xor(largest, mask));
+    const uint32 scale = largest < 1e-30f ? 0 : Bf16::pack(largest * 0.007874016f, 0);  // 1 / 127
     const float inverse = scale ? reciprocal(Bf16::first(scale)) : 0;
     uint32 words[2];
     UNROLL
@@ -521,14 +517,12 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
                 float x[2][8];
                 UNROLL
                 for (int half = 0; half < 2; ++half) {
-                    StateColumns(my_rows, exchanged, row + 2 * half, i, t).widen(x[half]);
                     float factor = window_decay;
 #if STATE_BITS == 8
                     factor *= Bf16::first(*reinterpret_cast<const uint16*>(
                         scales + (row_in_block + row + 2 * half) * SCALE_BYTES + 2 * i));
 #endif
-                    UNROLL
-                    for (int n = 0; n < 8; ++n) x[half][n] *= factor;
+                    StateColumns(my_rows, exchanged, row + 2 * half, i, t).widen(x[half], factor);
                 }
                 UNROLL
                 for (int j = 0; j < 4; ++j) {
