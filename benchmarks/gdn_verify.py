@@ -24,9 +24,10 @@ from harness import BEST_READ_RATE, Variant, environment, read_pool, time_interl
 from hybridspec.compat import flashinfer as compat
 from hybridspec.ops import gated_delta_rule
 from hybridspec.ops.gated_delta_rule import RingView
+from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE, quantise, widen
 from hybridspec.ops.gated_delta_rule.launch import verify_bytes
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BF16, F16, F32, I8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
 # name: activations, state, ring
 MODES = {
     "bf16": (BF16, BF16, BF16),
@@ -37,10 +38,11 @@ MODES = {
     "fp32_state": (BF16, F32, BF16),
     "fp32_state_ring": (BF16, F32, F32),
     "fp32": (F32, F32, F32),
+    "int8_state": (BF16, I8, BF16),
 }
 GEOMETRIES = {"16/64": (16, 64), "16/48": (16, 48), "16/32": (16, 32), "16/16": (16, 16)}
 MIXED = (1, 2, 3, 4, 4, 5, 6, 7)
-TOLERANCES = {BF16: 1e-2, F16: 4e-3, F32: 1e-5}
+TOLERANCES = {BF16: 1e-2, F16: 4e-3, F32: 1e-5, I8: 1e-2}
 HEAD_DIM, CAPACITY, CHECKED = 128, 32, 8
 
 
@@ -87,8 +89,16 @@ class Call:
         ]  # fmt: skip
         self.params = [normal(value_heads) * 0.3, normal(value_heads) * 0.3]
         pool = torch.empty(slots, value_heads, HEAD_DIM, HEAD_DIM, dtype=state, device="cuda")
+        factors = []
+        if state == I8:
+            shape = (*pool.shape[:3], HEAD_DIM // GROUP_SIZE)
+            factors = [torch.empty(shape, dtype=SCALE_DTYPE, device="cuda")]
         for slot in range(slots):
-            pool[slot] = normal(value_heads, HEAD_DIM, HEAD_DIM)
+            drawn = normal(value_heads, HEAD_DIM, HEAD_DIM)
+            if factors:
+                quantise(drawn, pool[slot], factors[0][slot])
+            else:
+                pool[slot] = drawn
         k = F.normalize(normal(slots, heads, CAPACITY, HEAD_DIM), dim=-1).to(ring)
         u = normal(slots, value_heads, CAPACITY, HEAD_DIM).to(ring)
         starts = torch.randint(0, CAPACITY, (slots,), generator=generator, device="cuda")
@@ -105,7 +115,7 @@ class Call:
             slots, value_heads, CAPACITY, generator=generator, device="cuda"
         ).cumsum(2)
         cum = -gaps.gather(2, age[:, None].expand_as(gaps))
-        self.pristine = [pool, k, u, cum]
+        self.pristine = [pool, k, u, cum, *factors]
         self.working = [part.clone() for part in self.pristine]
         self.cursors = [starts.to(torch.int32), lengths.to(torch.int32)]
         self.initial_cursors = [cursor.clone() for cursor in self.cursors]
@@ -143,11 +153,12 @@ class Call:
         self.verified.copy_(self.cu_seqlens.diff())
         self.is_fold.copy_(self.marks)
 
-    def verify(self) -> None:
+    def verify(self, backend: str = "auto") -> None:
+        state, k, u, cum, *factors = self.working
         gated_delta_rule.verify(
-            *self.rows, *self.params, self.working[0], self.ring(*self.working[1:]),
-            self.cu_seqlens, self.slots, max_verify_tokens=max(self.lengths),
-            is_fold=self.is_fold, out=self.out,
+            *self.rows, *self.params, state, self.ring(k, u, cum), self.cu_seqlens, self.slots,
+            max_verify_tokens=max(self.lengths), is_fold=self.is_fold, out=self.out,
+            state_scale=factors[0] if factors else None, backend=backend,
         )  # fmt: skip
 
     def verify_and_commit(self) -> None:
@@ -178,7 +189,7 @@ class Call:
         bounds = self.cu_seqlens.tolist()
         taken = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in index]).cuda()
         slots = self.slots[index].long()
-        state, k, u, cum = (part[slots].double() for part in self.pristine)
+        state, k, u, cum = (part[slots].double() for part in wide(self.pristine, slots))
         starts, lengths = (cursor[slots] for cursor in self.initial_cursors)
         ring = RingView(k=k, u=u, cum_log_decay=cum, ring_start=starts, history_len=lengths)
         cu_seqlens = torch.tensor(
@@ -190,7 +201,7 @@ class Call:
             max_verify_tokens=max(self.lengths), is_fold=self.marks[index], backend="reference",
         )  # fmt: skip
         bound = max(TOLERANCES[dtype] for dtype in MODES[self.setting.mode])
-        found = [self.out[taken], *(part[slots] for part in self.working)]
+        found = [self.out[taken], *wide(self.working, slots)]
         for part, right in zip(found, (expected, state, k, u, cum), strict=True):
             error = (part.double() - right).norm() / right.norm()
             if not error <= bound:
@@ -204,6 +215,14 @@ class Call:
             num_heads=self.heads, num_value_heads=self.value_heads, key_dim=HEAD_DIM,
             value_dim=HEAD_DIM, act=act, state=state, ring=ring,
         )  # fmt: skip
+
+
+def wide(pools: list[torch.Tensor], slots: torch.Tensor) -> list[torch.Tensor]:
+    """State, keys, corrections and decays of slots; an 8-bit state as the values it stands for."""
+    state, *rest = (part[slots] for part in pools)
+    if state.dtype == I8:
+        state = widen(state, rest.pop(), torch.float64)
+    return [state, *rest]
 
 
 def peers(call: Call) -> dict[str, Callable[[], object]]:
@@ -234,11 +253,16 @@ def measure(setting: Setting, iterations: int, *, with_commit: bool) -> list[dic
     """Check, then time all variants of a setting in one interleaved run."""
     call = Call(setting)
     sink = torch.empty(1, device="cuda")
-    num_elements = call.pristine[0][: setting.batch].numel()
+    pool = call.pristine[0]
+    if pool.dtype == I8:  # compared with reading states of 16 bits
+        pool = torch.zeros(pool.shape, dtype=BF16, device="cuda")
+    num_elements = pool[: setting.batch].numel()
     runs: dict[str, Callable[[], object]] = {"hybridspec": call.verify}
+    if setting.mode in ("bf16", "fp16_io", "fp32_state"):  # where "auto" takes another kernel
+        runs["triton"] = lambda: call.verify("triton")
     if with_commit:
         runs["hybridspec + commit"] = call.verify_and_commit
-    if setting.rows:
+    if setting.rows and setting.mode != "int8_state":
         for name, restarts in (("compat", False), ("compat + restart", True)):
             if restarts and not with_commit:
                 continue
@@ -249,7 +273,7 @@ def measure(setting: Setting, iterations: int, *, with_commit: bool) -> list[dic
     for name, run in runs.items():
         call.check(run, name)
     runs |= peers(call)
-    variants = [Variant("state read", lambda: read_pool(call.pristine[0], num_elements, sink))]
+    variants = [Variant("state read", lambda: read_pool(pool, num_elements, sink))]
     variants += [Variant(name, run, call.restore) for name, run in runs.items()]
     timings, num_bytes = time_interleaved(variants, iterations), call.num_bytes()
     read = timings["state read"].median
@@ -267,6 +291,13 @@ def measure(setting: Setting, iterations: int, *, with_commit: bool) -> list[dic
     return rows
 
 
+def cycle(mode: str = "bf16") -> list[Setting]:
+    """Plain decoding over one cycle of the ring: windows of 1 to 16 rows, then the fold."""
+    return [Setting(256, 0.0, 1, history, mode) for history in range(1, 16)] + [
+        Setting(256, 1.0, 1, 16, mode)
+    ]
+
+
 def default_settings() -> list[Setting]:
     """What the documents quote."""
     settings = [
@@ -279,6 +310,8 @@ def default_settings() -> list[Setting]:
         settings += [Setting(batch, 0.0, 0, 8), Setting(batch, 0.0, 1, 8)]
     settings += [Setting(256, 0.0, base=base) for base in (0, 26)]
     settings += [Setting(64, 0.4, mode=mode) for mode in list(MODES)[1:]]
+    settings += [Setting(256, f, mode=m) for m in ("fp32_state", "int8_state") for f in (0.0, 0.4)]
+    settings += cycle()
     settings += [Setting(256, 0.4, geometry=name) for name in list(GEOMETRIES)[1:]]
     return settings
 

@@ -17,6 +17,7 @@ from hybridspec.ops._triton_support import (
     explain_tensors,
     round_up_to_power_of_two,
 )
+from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.gated_delta_rule.ring import RingView
 
 __all__ = [
@@ -368,6 +369,8 @@ def verify_bytes(
     """
     keys, values = num_heads * key_dim, num_value_heads * value_dim
     state_bytes = values * key_dim * state.itemsize
+    if state == torch.int8:
+        state_bytes += values * key_dim // GROUP_SIZE * SCALE_DTYPE.itemsize
     row_bytes = (keys + values) * ring.itemsize + 4 * num_value_heads
     new_bytes = (2 * keys + 2 * values + 2 * num_value_heads) * act.itemsize + row_bytes
     total = 0
