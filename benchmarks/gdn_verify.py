@@ -189,7 +189,7 @@ class Call:
         bounds = self.cu_seqlens.tolist()
         taken = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in index]).cuda()
         slots = self.slots[index].long()
-        state, k, u, cum = (part[slots].double() for part in wide(self.pristine, slots))
+        state, k, u, cum = (part.double() for part in wide(self.pristine, slots))
         starts, lengths = (cursor[slots] for cursor in self.initial_cursors)
         ring = RingView(k=k, u=u, cum_log_decay=cum, ring_start=starts, history_len=lengths)
         cu_seqlens = torch.tensor(
