@@ -48,6 +48,32 @@ def test_half_precision_and_the_launch_that_is_chosen(name: str) -> None:
     check_verify(batch, launch.verify)
 
 
+def test_wide_integers_and_strided_tables() -> None:
+    make = BATCHES["ragged"] | {"page_size": 16, "dtype": F32}
+    batch = make_attention_batch(**make)
+    table = batch.page_table.new_full((6, 2 * batch.page_table.shape[1]), -1).long()
+    table[:, ::2] = batch.page_table
+    wide = {name: getattr(batch, name).long() for name in ("seq_len", "cu_seqlens", "slots")}
+    check_verify(replace(batch, page_table=table[:, ::2], **wide), launch.verify, config=CONFIG)
+
+
+def test_refusals_say_why() -> None:
+    batch = make_attention_batch([2], [3], [1], dtype=F32)
+    out = torch.empty(2, 4, 16)
+    assert launch.explain_verify(*batch.tensors, out, 2) is None
+    half = replace(batch, k_pages=batch.k_pages.half(), v_pages=batch.v_pages.half())
+    apart = replace(batch, v_pages=batch.v_pages.contiguous())
+    transposed = torch.empty(2, 16, 4).transpose(1, 2)
+    for arguments, reason in (
+        ((*half.tensors, out, 2), "k_pages has dtype float16, q has float32"),
+        ((*apart.tensors, out, 2), "v_pages has strides"),
+        ((*batch.tensors, transposed, 2), "out has strides"),
+        ((*batch.tensors, out, 17), "max_verify_tokens is 17"),
+        ((*batch.tensors[:4], batch.v_pages.double(), *batch.tensors[5:], out, 2), "v_pages has"),
+    ):
+        assert reason in launch.explain_verify(*arguments)
+
+
 def test_one_request_twice_gives_the_same_bits() -> None:
     make = {"lengths": [4], "positions": [70], "slots": [2], "dtype": F32}
     results = []

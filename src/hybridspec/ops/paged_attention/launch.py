@@ -187,6 +187,8 @@ def explain_verify(
             return f"{name} has dtype {kinds[0]}, q has {kinds[1]}; the kernel takes one dtype"
     if k_pages.stride() != v_pages.stride():
         return f"v_pages has strides {v_pages.stride()}, k_pages has {k_pages.stride()}"
+    if out.stride(2) != 1:
+        return f"out has strides {out.stride()}, the kernel needs a last stride of 1"
     if max_verify_tokens > _MAX_TOKENS:
         return f"max_verify_tokens is {max_verify_tokens}, the kernel takes up to {_MAX_TOKENS}"
     if slots.shape[0] > _MAX_REQUESTS:
