@@ -169,7 +169,20 @@ struct StateColumns {
 };
 #endif
 
-#if STATE_BITS != 8
+#if STATE_BITS == 8
+// c += rows S^T for columns of a group and eight state rows. `excess` is -1152 (sum of a row) and
+// `factors` those of the rows of both columns.
+DEVICE void multiply_scaled(float (&c)[4], const Rows& rows, const StateColumns& state, const float (&excess)[4],
+                            const Chunk& factors, int group) {
+    float part[4] = {excess[0], excess[1], excess[2], excess[3]};
+    multiply<Fp16>(part, rows, state.pairs());
+    UNROLL
+    for (int n = 0; n < 4; ++n) {
+        const uint32 both = factors.r[n % 2 * 2 + group / 2];
+        c[n] += (group % 2 ? Bf16::second(both) : Bf16::first(both)) * part[n];
+    }
+}
+#else
 // c += rows S^T for 32 columns of eight state rows.
 DEVICE void multiply(float (&c)[4], const Rows& rows, const StateColumns& state) {
 #if STATE_BITS == 32
@@ -260,6 +273,118 @@ DEVICE void zero_rows(const Params& p, uint16* out, uint32 first, uint32 last, u
             store(out + offset(row, p.out_stride_n) + 8 * i, Chunk{{0, 0, 0, 0}});
 }
 
+// Rows g and g + 8 of the live window, decays of rows 2t, 2t + 1, 2t + 8, 2t + 9; zero where dead.
+struct Window {
+    Chunk k[2][GROUPS], u[2][BLOCKS];
+    float decay[2][2], decay_end;
+    DEVICE Window(const Params& p, const uint16* ring_k, const uint16* ring_u, const float* ring_decay, uint32 start,
+                  uint32 history, uint32 g, uint32 t) {
+        const uint32 mask = p.ring_capacity - 1;
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const uint32 j = g + 8 * half, row = (start + j) & mask;
+            UNROLL
+            for (int i = 0; i < GROUPS; ++i) k[half][i] = load_if(j < history, ring_k + offset(row, p.ring_k_stride_r) + 32 * i);
+            UNROLL
+            for (int i = 0; i < BLOCKS; ++i) u[half][i] = load_if(j < history, ring_u + offset(row, p.ring_u_stride_r) + 32 * i);
+        }
+        UNROLL
+        for (int half = 0; half < 2; ++half)
+            UNROLL
+            for (int i = 0; i < 2; ++i) decay[half][i] = ring_decay[(start + 2 * t + i + 8 * half) & mask];
+        decay_end = ring_decay[(start + history - 1) & mask];
+    }
+    // Turn decays into weights e^{G_P - G_j}; selected, since what is dead may be anything.
+    DEVICE void weigh(uint32 history, uint32 t) {
+        decay_end = history ? decay_end : 0;
+        UNROLL
+        for (int half = 0; half < 2; ++half)
+            UNROLL
+            for (int i = 0; i < 2; ++i) {
+                const float factor = exponential(decay_end - decay[half][i]);
+                decay[half][i] = 2 * t + i + 8 * half < history ? factor : 0;
+            }
+    }
+};
+
+// Row g of M - 1 and of C M, where C_ts = e^{c_t - c_s} q_t.k_s (s <= t); columns 2t and 2t + 1.
+struct Couplings {
+    uint32 pairs[2];
+};
+
+// Solve for them. `dots` are k_g.k_s and q_g.k_s for s = 2t and 2t + 1, not normalised.
+DEVICE Couplings solve(float decay, float beta, float k_norm, float q_norm, const float (&k_norm_of)[2],
+                       const float (&dots)[4], uint32 g, uint32 t) {
+    float of_k[2], of_q[2], solved_k[2], solved_q[2];
+    UNROLL
+    for (int i = 0; i < 2; ++i) {
+        const uint32 s = 2 * t + i;
+        const float both = exponential(decay - from_lane(decay, 4 * s)) * k_norm_of[i];
+        solved_k[i] = of_k[i] = s < g ? -beta * k_norm * both * dots[i] : 0;
+        solved_q[i] = of_q[i] = s <= g ? q_norm * both * dots[2 + i] : 0;
+    }
+    UNROLL
+    for (int s = 1; s < TOKENS; ++s) {  // forward substitution: row s is final, rows below take it in
+        const float k_factor = from_lane(of_k[s % 2], 4 * g + s / 2);
+        const float q_factor = from_lane(of_q[s % 2], 4 * g + s / 2);
+        UNROLL
+        for (int i = 0; i < 2; ++i) {
+            const float of_row = from_lane(solved_k[i], 4 * s + t);
+            solved_k[i] += k_factor * of_row, solved_q[i] += q_factor * of_row;
+        }
+    }
+    return {{ACT::pack(solved_k[0], solved_k[1]), ACT::pack(solved_q[0], solved_q[1])}};
+}
+
+// S0 <- e^{G_P} S0 + (w u)^T k, from the rows in shared memory. `rows` and `state` point at the lane's
+// first row (`row_in_block`), `state` at column 8t.
+DEVICE void fold(Window& window, float window_decay, const uint8* rows, uint32 exchanged, uint8* scales, uint8* state,
+                 uint32 row_in_block, uint32 t) {
+    UNROLL
+    for (int half = 0; half < 2; ++half)
+        UNROLL
+        for (int i = 0; i < GROUPS; ++i)
+            UNROLL
+            for (int pair = 0; pair < 4; ++pair) window.k[half][i].r[pair] = transpose(window.k[half][i].r[pair]);
+    UNROLL
+    for (int block = 0; block < BLOCKS; ++block)
+        UNROLL
+        for (int tile = 0; tile < 2; ++tile) {  // 16 state rows
+            sync_warp();  // or the compiler reads rows ahead until registers run out
+            const uint32 row = 32 * block + 4 * tile;
+            uint32 weighted[4];
+            UNROLL
+            for (int i = 0; i < 4; ++i) {
+                const int half = i / 2;
+                const uint32 pair = transpose(window.u[half][block].r[2 * tile + i % 2]);
+                weighted[i] = ACT::pack(window.decay[half][0] * ACT::first(pair), window.decay[half][1] * ACT::second(pair));
+            }
+            UNROLL
+            for (int i = 0; i < GROUPS; ++i) {
+                float x[2][8];
+                UNROLL
+                for (int half = 0; half < 2; ++half) {
+                    float factor = window_decay;
+#if STATE_BITS == 8
+                    factor *= Bf16::first(*reinterpret_cast<const uint16*>(
+                        scales + (row_in_block + row + 2 * half) * SCALE_BYTES + 2 * i));
+#endif
+                    StateColumns(rows, exchanged, row + 2 * half, i, t).widen(x[half], factor);
+                }
+                UNROLL
+                for (int j = 0; j < 4; ++j) {
+                    float c[4] = {x[0][2 * j], x[0][2 * j + 1], x[1][2 * j], x[1][2 * j + 1]};
+                    ACT::mma(c, weighted, window.k[0][i].r[j], window.k[1][i].r[j]);
+                    x[0][2 * j] = c[0], x[0][2 * j + 1] = c[1], x[1][2 * j] = c[2], x[1][2 * j + 1] = c[3];
+                }
+                UNROLL
+                for (int half = 0; half < 2; ++half)
+                    store_columns(state + (row + 2 * half) * STATE_STRIDE,
+                                  scales + (row_in_block + row + 2 * half) * SCALE_BYTES, i, t, x[half]);
+            }
+        }
+}
+
 KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     const uint32 item = block_index() * WARPS + warp_index();
     const uint32 hv = item / SPLITS % VALUE_HEADS, request = item / SPLITS / VALUE_HEADS;
@@ -310,28 +435,11 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     copies.first();
     sync_warp();
 
-    // The live window: rows g and g + 8 of keys and corrections, decays of rows 2t, 2t+1, 2t+8, 2t+9.
     const uint32 ring_mask = p.ring_capacity - 1;
     uint16* ring_k = p.ring_k + offset(slot, p.ring_k_stride_s) + offset(h, p.ring_k_stride_h) + 8 * t;
     uint16* ring_u = p.ring_u + offset(slot, p.ring_u_stride_s) + offset(hv, p.ring_u_stride_h) + value_first + 8 * t;
     float* ring_decay = p.ring_decay + offset(slot, p.decay_stride_s) + offset(hv, p.decay_stride_h);
-    Chunk k_live[2][GROUPS], u_live[2][BLOCKS];
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-        const uint32 j = g + 8 * half, row = (start + j) & ring_mask;
-        UNROLL
-        for (int i = 0; i < GROUPS; ++i)
-            k_live[half][i] = load_if(j < history, ring_k + offset(row, p.ring_k_stride_r) + 32 * i);
-        UNROLL
-        for (int i = 0; i < BLOCKS; ++i)
-            u_live[half][i] = load_if(j < history, ring_u + offset(row, p.ring_u_stride_r) + 32 * i);
-    }
-    float decay_live[2][2];
-    UNROLL
-    for (int half = 0; half < 2; ++half)
-        UNROLL
-        for (int i = 0; i < 2; ++i) decay_live[half][i] = ring_decay[(start + 2 * t + i + 8 * half) & ring_mask];
-    const float last_decay = ring_decay[(start + history - 1) & ring_mask];
+    Window window(p, ring_k, ring_u, ring_decay, start, history, g, t);
 
     sync_warp();
     copies.rest();
@@ -345,15 +453,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
         multiply(dots_k, x[i], k[i]);
         multiply(dots_q, x[i], q[i]);
     }
-    const float decay_end = history ? last_decay : 0;
-    float weight[2][2];
-    UNROLL
-    for (int half = 0; half < 2; ++half)
-        UNROLL
-        for (int i = 0; i < 2; ++i) {
-            const float factor = exponential(decay_end - decay_live[half][i]);
-            weight[half][i] = 2 * t + i + 8 * half < history ? factor : 0;
-        }
+    window.weigh(history, t);
 
     // Gates and norms of token g, and of tokens 2t and 2t + 1, which are the lane's columns.
     float decay = live ? -A * softplus(a + dt_bias) : 0;
@@ -376,7 +476,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     // Append decays, and keys by one warp per key head; corrections follow.
     const uint32 append_row = (start + history + g) & ring_mask;
     if (live && value_first == 0) {
-        if (t == 0) ring_decay[append_row] = decay + (is_fold ? 0 : decay_end);
+        if (t == 0) ring_decay[append_row] = decay + (is_fold ? 0 : window.decay_end);
         if (hv % (VALUE_HEADS / HEADS) == 0)
             UNROLL
             for (int i = 0; i < GROUPS; ++i) {
@@ -388,40 +488,19 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
             }
     }
 
-    // Row g of M - 1 and of C M, where C_ts = e^{c_t - c_s} q_t.k_s (s <= t); columns 2t, 2t + 1.
-    float coupling[2], q_coupling[2], solved[2] = {0, 0}, q_solved[2];
-    UNROLL
-    for (int i = 0; i < 2; ++i) {
-        const uint32 s = 2 * t + i;
-        const float both = exponential(decay - from_lane(decay, 4 * s)) * k_norm_of[i];
-        coupling[i] = s < g ? -beta * k_norm * both * dots_k[i] : 0;
-        q_coupling[i] = s <= g ? q_norm * both * dots_k[2 + i] : 0;
-    }
-    UNROLL
-    for (int i = 0; i < 2; ++i) solved[i] = coupling[i], q_solved[i] = q_coupling[i];
-    UNROLL
-    for (int s = 1; s < TOKENS; ++s) {  // forward substitution: row s is final, rows below take it in
-        const float factor = from_lane(coupling[s % 2], 4 * g + s / 2);
-        const float q_factor = from_lane(q_coupling[s % 2], 4 * g + s / 2);
-        UNROLL
-        for (int i = 0; i < 2; ++i) {
-            const float of_row = from_lane(solved[i], 4 * s + t);
-            solved[i] += factor * of_row, q_solved[i] += q_factor * of_row;
-        }
-    }
-    const uint32 corrections[2] = {ACT::pack(solved[0], solved[1]), ACT::pack(q_solved[0], q_solved[1])};
+    const Couplings couplings = solve(decay, beta, k_norm, q_norm, k_norm_of, dots_k, g, t);
 
     // Coefficients of the live corrections: rows k_g and q_g of X K^T, weighted.
-    const float window_decay = exponential(decay_end), token_decay = exponential(decay);
+    const float window_decay = exponential(window.decay_end), token_decay = exponential(decay);
     const float k_scale = -beta * token_decay * k_norm, q_scale = token_decay * q_norm;
     uint32 live_coeff[4];
     UNROLL
     for (int half = 0; half < 2; ++half) {
         float dots[4] = {0, 0, 0, 0};
         UNROLL
-        for (int i = 0; i < GROUPS; ++i) multiply(dots, x[i], k_live[half][i]);
-        live_coeff[2 * half] = ACT::pack(k_scale * weight[half][0] * dots[0], k_scale * weight[half][1] * dots[1]);
-        live_coeff[2 * half + 1] = ACT::pack(q_scale * weight[half][0] * dots[2], q_scale * weight[half][1] * dots[3]);
+        for (int i = 0; i < GROUPS; ++i) multiply(dots, x[i], window.k[half][i]);
+        live_coeff[2 * half] = ACT::pack(k_scale * window.decay[half][0] * dots[0], k_scale * window.decay[half][1] * dots[1]);
+        live_coeff[2 * half + 1] = ACT::pack(q_scale * window.decay[half][0] * dots[2], q_scale * window.decay[half][1] * dots[3]);
     }
 
     // 32 value rows at a time, as they arrive: S0 k and S0 q, live corrections, those of this step.
@@ -456,19 +535,13 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
         for (int pair = 0; pair < 4; ++pair) {
             float c[4] = {0, 0, 0, 0};
 #if STATE_BITS == 8
-            const Chunk two_rows = load_shared(scales + (32 * block + 8 * t + 2 * pair) * SCALE_BYTES);
+            const Chunk factors = load_shared(scales + (32 * block + 8 * t + 2 * pair) * SCALE_BYTES);
 #endif
             UNROLL
             for (int i = 0; i < GROUPS; ++i) {
                 const StateColumns columns(my_rows, exchanged, 32 * block + 2 * pair, i, t);
 #if STATE_BITS == 8
-                float part[4] = {excess[i][0], excess[i][1], excess[i][2], excess[i][3]};
-                multiply<Fp16>(part, x[i], columns.pairs());
-                UNROLL
-                for (int n = 0; n < 4; ++n) {
-                    const uint32 both = two_rows.r[n % 2 * 2 + i / 2];
-                    c[n] += (i % 2 ? Bf16::second(both) : Bf16::first(both)) * part[n];
-                }
+                multiply_scaled(c, x[i], columns, excess[i], factors, i);
 #else
                 multiply(c, x[i], columns);
 #endif
@@ -479,8 +552,8 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
                 c[i] = beta * value + state_k_scale * c[i];
                 c[2 + i] *= state_q_scale;
             }
-            ACT::mma(c, live_coeff, transpose(u_live[0][block].r[pair]), transpose(u_live[1][block].r[pair]));
-            ACT::mma_8(c, corrections, transpose(ACT::pack(c[0], c[1])));
+            ACT::mma(c, live_coeff, transpose(window.u[0][block].r[pair]), transpose(window.u[1][block].r[pair]));
+            ACT::mma_8(c, couplings.pairs, transpose(ACT::pack(c[0], c[1])));
             u_out.r[pair] = ACT::pack(c[0], c[1]);
             y_out.r[pair] = ACT::pack(c[2], c[3]);
         }
@@ -489,55 +562,13 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
             store(out + offset(token, p.out_stride_n) + 32 * block + 8 * t, y_out);
         }
     }
-    if (!is_fold) return;
-
-    // S0 <- e^{G_P} S0 + (w u)^T k
-    UNROLL
-    for (int half = 0; half < 2; ++half)
-        UNROLL
-        for (int i = 0; i < GROUPS; ++i)
-            UNROLL
-            for (int pair = 0; pair < 4; ++pair) k_live[half][i].r[pair] = transpose(k_live[half][i].r[pair]);
-    uint8* my_state = state + row_in_block * STATE_STRIDE + STATE_BITS * t;  // column 8t
-    UNROLL
-    for (int block = 0; block < BLOCKS; ++block)
-        UNROLL
-        for (int tile = 0; tile < 2; ++tile) {  // 16 state rows
-            sync_warp();  // or the compiler reads rows ahead until registers run out
-            const uint32 row = 32 * block + 4 * tile;
-            uint32 weighted[4];
-            UNROLL
-            for (int i = 0; i < 4; ++i) {
-                const int half = i / 2;
-                const uint32 pair = transpose(u_live[half][block].r[2 * tile + i % 2]);
-                weighted[i] = ACT::pack(weight[half][0] * ACT::first(pair), weight[half][1] * ACT::second(pair));
-            }
-            UNROLL
-            for (int i = 0; i < GROUPS; ++i) {
-                float x[2][8];
-                UNROLL
-                for (int half = 0; half < 2; ++half) {
-                    float factor = window_decay;
-#if STATE_BITS == 8
-                    factor *= Bf16::first(*reinterpret_cast<const uint16*>(
-                        scales + (row_in_block + row + 2 * half) * SCALE_BYTES + 2 * i));
-#endif
-                    StateColumns(my_rows, exchanged, row + 2 * half, i, t).widen(x[half], factor);
-                }
-                UNROLL
-                for (int j = 0; j < 4; ++j) {
-                    float c[4] = {x[0][2 * j], x[0][2 * j + 1], x[1][2 * j], x[1][2 * j + 1]};
-                    ACT::mma(c, weighted, k_live[0][i].r[j], k_live[1][i].r[j]);
-                    x[0][2 * j] = c[0], x[0][2 * j + 1] = c[1], x[1][2 * j] = c[2], x[1][2 * j + 1] = c[3];
-                }
-                UNROLL
-                for (int half = 0; half < 2; ++half)
-                    store_columns(my_state + (row + 2 * half) * STATE_STRIDE,
-                                  scales + (row_in_block + row + 2 * half) * SCALE_BYTES, i, t, x[half]);
-            }
+    if (is_fold) {
+        fold(window, window_decay, my_rows, exchanged, scales, state + row_in_block * STATE_STRIDE + STATE_BITS * t,
+             row_in_block, t);
+        if (STATE_BITS == 8) {
+            sync_warp();
+            for (uint32 i = 16 * lane_index(); i < PART * SCALE_BYTES; i += 16 * 32)
+                store(state_scale + i, load_shared(scales + i));
         }
-    if (STATE_BITS == 8) {
-        sync_warp();
-        for (uint32 i = 16 * lane_index(); i < PART * SCALE_BYTES; i += 16 * 32) store(state_scale + i, load_shared(scales + i));
     }
 }
