@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._backends import always, choose_backend
+from hybridspec.ops._checks import check_devices, check_option
 from hybridspec.ops._library import register
 from hybridspec.ops._triton_support import triton_or_reference
 from hybridspec.ops.gated_delta_rule import launch, launch_cuda, reference
 from hybridspec.ops.gated_delta_rule import prefill as reference_prefill
 from hybridspec.ops.gated_delta_rule.choice import verify_backends
 from hybridspec.ops.gated_delta_rule.contracts import (
+    check_is_fold,
     check_marks,
+    check_options,
     check_pools,
     check_rows,
     check_window,
@@ -69,23 +72,23 @@ def prefill(
         state: checkpoints, [S, HV, V, K], any of these dtypes or int8; last stride 1; in-out.
         ring: ring of the layer; its slots must have no live rows; in.
         cu_seqlens: row bounds of the requests, [B+1], int32; in.
-        slots: slot of each request, -1 = padding, [B], int32; in.
+        slots: slot of each request, -1 = padding, no slot twice, [B], int32; in.
         max_seqlen: most rows of one request.
         scale: factor of the outputs; None is K^-0.5.
         use_qk_l2norm: whether q and k are first scaled to length one per head.
         beta_scale: 2 lets the state have negative eigenvalues.
         chunk_size: rows that are solved at once.
         state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; last stride 1; in-out.
-        out: where to write, [N, HV, V]; out.
+        out: where to write, [N, HV, V]; last stride 1; out.
         backend: "auto" or "reference".
 
     Returns:
         [N, HV, V] in the dtype of `v`; zeros in rows that belong to no slot.
 
     Raises:
-        TypeError: for a dtype that is not supported.
-        ValueError: for a wrong shape, stride, option or backend, or (reference) a slot with live
-            rows.
+        TypeError: for a dtype or an option of a kind that is not supported.
+        ValueError: for a wrong shape, stride, device, option or backend, or (reference) a slot
+            with live rows or one that occurs twice, or more rows in a request than `max_seqlen`.
 
     Numerics:
         fp32 (fp64 if q, a or state is). The state is rounded once, at the end (int8 as in
@@ -96,8 +99,9 @@ def prefill(
         Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), section 3.3 and equation 10.
     """
     check_rows(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out, state_scale)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    check_options(scale, use_qk_l2norm, beta_scale)
+    check_option("max_seqlen", max_seqlen, int, low=0)
+    check_option("chunk_size", chunk_size, int, low=1)
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     _prefill_op(
@@ -160,16 +164,18 @@ def verify(
         use_qk_l2norm: whether q and k are first scaled to length one per head.
         beta_scale: 2 lets the state have negative eigenvalues.
         state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; last stride 1; in-out.
-        out: where to write, [N, HV, V]; out.
+        out: where to write, [N, HV, V]; last stride 1; out.
         backend: "auto", "cuda", "triton" or "reference".
 
     Returns:
         [N, HV, V] in the dtype of `v`; zeros in rows that belong to no slot.
 
     Raises:
-        TypeError: for a dtype that is not supported.
+        TypeError: for a dtype or an option of a kind that is not supported.
         UnsupportedError: if the backend asked for cannot serve the call; the message says why.
-        ValueError: for a wrong shape, stride, ring capacity, option or backend.
+        ValueError: for a wrong shape, stride, device, ring capacity, option or backend, or
+            (reference) a slot that occurs twice, or more rows in a request than
+            `max_verify_tokens`.
 
     Numerics:
         fp32 (fp64 if q, a or state is). Outputs are rounded once, to the dtype of `out`; appended
@@ -186,9 +192,10 @@ def verify(
         README.md of this package derives the form used here.
     """
     check_rows(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out, state_scale)
+    check_options(scale, use_qk_l2norm, beta_scale)
     check_window(ring, max_verify_tokens)
-    if is_fold is not None and (is_fold.shape != slots.shape or is_fold.dtype != torch.int8):
-        check_marks({"B": slots.shape[0]}, is_fold=is_fold)
+    if is_fold is not None:
+        check_is_fold(is_fold, slots)
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     _verify_op(
@@ -217,7 +224,7 @@ def fold(
     Args:
         state: checkpoints, [S, HV, V, K]; in-out.
         ring: ring of the layer; in.
-        slots: slot of each request, -1 = padding, [B], int32; in.
+        slots: slot of each request, -1 = padding, no slot twice, [B], int32; in.
         is_fold: which requests fold, [B], int8; in.
         state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; in-out.
         backend: "auto", "triton" or "reference".
@@ -225,7 +232,8 @@ def fold(
     Raises:
         TypeError: for a dtype that is not supported.
         UnsupportedError: if the backend asked for cannot serve the call; the message says why.
-        ValueError: for a wrong shape, stride, ring or backend.
+        ValueError: for a wrong shape, stride, device, ring or backend, or (reference) a slot that
+            would be written twice.
 
     Numerics:
         fp32 (fp64 if the state is); the state is rounded once. An int8 state is the product of
@@ -238,6 +246,7 @@ def fold(
     """
     check_pools(state, ring, state_scale=state_scale)
     check_marks({}, slots=slots, is_fold=is_fold)
+    check_devices(state=state, slots=slots, is_fold=is_fold)
     _fold_op(
         state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len,
         ring.max_window, slots, is_fold, state_scale, backend,
@@ -263,7 +272,7 @@ def materialize(
         ring: ring of the layer; in.
         slots: slot to read of each request, [B], int32; in.
         out_slots: slot to write, which may be the one that is read, but none that another request
-            reads, [B], int32; pairs with a -1 are skipped; in.
+            reads or writes, [B], int32; pairs with a -1 are skipped; in.
         num_rows: live rows to take in, cut to 0..history_len, [B], int32; in.
         state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; in-out.
         backend: "auto", "triton" or "reference".
@@ -271,7 +280,8 @@ def materialize(
     Raises:
         TypeError: for a dtype that is not supported.
         UnsupportedError: if the backend asked for cannot serve the call; the message says why.
-        ValueError: for a wrong shape, stride, ring or backend.
+        ValueError: for a wrong shape, stride, device, ring or backend, or (reference) a slot that
+            would be written twice.
 
     Numerics:
         As `fold`.
@@ -281,6 +291,7 @@ def materialize(
     """
     check_pools(state, ring, state_scale=state_scale)
     check_marks({}, slots=slots, out_slots=out_slots, num_rows=num_rows)
+    check_devices(state=state, slots=slots, out_slots=out_slots, num_rows=num_rows)
     _materialize_op(
         state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len,
         ring.max_window, slots, out_slots, num_rows, state_scale, backend,
@@ -301,9 +312,9 @@ def _ring(
 
 
 def _prefill(*args) -> None:
-    *call, _max_seqlen, state_scale, backend = args
+    *call, max_seqlen, state_scale, backend = args
     choose_backend("gated_delta_rule.prefill", backend, _PREFILL_BACKENDS)
-    reference_prefill.prefill(*call, state_scale)
+    reference_prefill.prefill(*call, max_seqlen, state_scale)
 
 
 def _verify(*args) -> None:
@@ -319,7 +330,7 @@ def _verify(*args) -> None:
     elif chosen == "triton":
         launch.verify(*tensors, ring, *rest, max_verify_tokens)
     else:
-        reference.verify(*tensors, ring, *rest, state_scale)
+        reference.verify(*tensors, ring, *rest, max_verify_tokens, state_scale)
 
 
 def _fold(state: Tensor, *args) -> None:

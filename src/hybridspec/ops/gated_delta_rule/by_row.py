@@ -12,11 +12,24 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._backends import choose_backend
-from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
+from hybridspec.ops._checks import (
+    Dims,
+    check,
+    check_devices,
+    check_dtype,
+    check_last_stride,
+    check_option,
+)
 from hybridspec.ops._library import register
 from hybridspec.ops.gated_delta_rule import launch, launch_cuda, reference
 from hybridspec.ops.gated_delta_rule.choice import verify_backends
-from hybridspec.ops.gated_delta_rule.contracts import FLOATS, WIDE, check_pools, check_window
+from hybridspec.ops.gated_delta_rule.contracts import (
+    FLOATS,
+    WIDE,
+    check_options,
+    check_pools,
+    check_window,
+)
 from hybridspec.ops.gated_delta_rule.ring import RingView
 
 __all__ = ["verify_rows"]
@@ -100,6 +113,9 @@ def verify_rows(
         max_window=max_window,
     )
     _check(q, k, v, a, b, A_log, dt_bias, state, ring, slots, out)
+    check_options(scale, use_qk_l2norm, beta_scale)
+    if fold_threshold is not None:
+        check_option("fold_threshold", fold_threshold, int)
     num_tokens = v.shape[1]
     check_window(ring, num_tokens)
     if out is None:
@@ -149,6 +165,9 @@ def _check(q, k, v, a, b, A_log, dt_bias, state, ring, slots, out) -> None:
     if out is not None:
         check("out", out, "B T HV V", dims)
         check_dtype("out", out, *FLOATS)
+    check_devices(
+        v=v, q=q, k=k, a=a, b=b, A_log=A_log, dt_bias=dt_bias, state=state, slots=slots, out=out
+    )
 
 
 def _verify_rows(*args) -> None:
@@ -172,6 +191,7 @@ def _verify_rows(*args) -> None:
     )
     slots = None if slots is None else slots.contiguous()
     q, k, v, a, b, A_log, dt_bias, state = tensors
+    A_log, dt_bias = A_log.contiguous(), dt_bias.contiguous()
     chosen = choose_backend(
         "gated_delta_rule.verify_rows", backend, verify_backends(q),
         q, k, v, a, b, state, ring, out, num_tokens,
@@ -190,7 +210,7 @@ def _verify_rows(*args) -> None:
     target = torch.empty_like(out) if keeps else out
     reference.verify(
         q, k, v, a, b, _widened(A_log), _widened(dt_bias), state, ring, bounds, slots, is_fold,
-        target, scale, use_qk_l2norm, beta_scale,
+        target, scale, use_qk_l2norm, beta_scale, num_tokens,
     )  # fmt: skip
     if keeps:
         is_mine = is_live.repeat_interleave(num_tokens).view(-1, 1, 1)

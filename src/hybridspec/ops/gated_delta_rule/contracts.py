@@ -9,11 +9,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
+from hybridspec.ops._checks import (
+    Dims,
+    check,
+    check_devices,
+    check_dtype,
+    check_last_stride,
+    check_option,
+)
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.gated_delta_rule.ring import RingView
 
-__all__ = ["check_cursors", "check_marks", "check_pools", "check_rows", "check_window"]
+__all__ = [
+    "check_cursors",
+    "check_is_fold",
+    "check_marks",
+    "check_options",
+    "check_pools",
+    "check_rows",
+    "check_window",
+]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WIDE = (torch.float32, torch.float64)
@@ -61,11 +76,29 @@ def check_rows(
             check_dtype(name, tensor, torch.int32)
         if out is not None:
             check_dtype("out", out, *FLOATS)
-    if not q.stride(2) == k.stride(2) == v.stride(2) == a.stride(1) == b.stride(1) == 1:
-        for name, tensor in (("q", q), ("k", k), ("v", v), ("a", a), ("b", b)):
-            check_last_stride(name, tensor)
+    is_right = (
+        q.stride(2) == k.stride(2) == v.stride(2) == a.stride(1) == b.stride(1) == 1
+        and (out is None or out.stride(2) == 1)
+        and A_log.is_contiguous()
+        and dt_bias.is_contiguous()
+        and cu_seqlens.is_contiguous()
+        and slots.is_contiguous()
+    )
+    if not is_right:
+        for name, part in (
+            ("q", q), ("k", k), ("v", v), ("a", a), ("b", b), ("A_log", A_log),
+            ("dt_bias", dt_bias), ("cu_seqlens", cu_seqlens), ("slots", slots),
+        ):  # fmt: skip
+            check_last_stride(name, part)
+        if out is not None:
+            check_last_stride("out", out)
     check_state(state, state_scale)
     check_ring(ring)
+    if not v.is_cpu:  # a kernel that gets the address of another device takes the process down
+        check_devices(
+            v=v, q=q, k=k, a=a, b=b, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens,
+            slots=slots, out=out, state=state, state_scale=state_scale, **ring_tensors(ring),
+        )  # fmt: skip
 
 
 def check_state(state: Tensor, state_scale: Tensor | None) -> None:
@@ -111,6 +144,7 @@ def _check_row_shapes(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, sl
             and ring.u.shape == (num_slots, value_heads, capacity, value_dim)
             and ring.cum_log_decay.shape == (num_slots, value_heads, capacity)
             and (out is None or out.shape == v.shape)
+            and slots.ndim == 1
             and cu_seqlens.shape == (slots.shape[0] + 1,)
             and value_heads % heads == 0
         )
@@ -148,6 +182,17 @@ def _explain_ring_shapes(ring: RingView, dims: Dims, num_cursors: int | None = N
     check("ring.history_len", ring.history_len, cursors, dims)
 
 
+def ring_tensors(ring: RingView) -> dict[str, Tensor]:
+    """Name the tensors of a ring as messages do."""
+    return {
+        "ring.k": ring.k,
+        "ring.u": ring.u,
+        "ring.cum_log_decay": ring.cum_log_decay,
+        "ring.ring_start": ring.ring_start,
+        "ring.history_len": ring.history_len,
+    }
+
+
 def check_ring(ring: RingView, num_cursors: int | None = None) -> None:
     """Raise unless the ring's dtypes and strides, its capacity and its cursors are right.
 
@@ -168,7 +213,10 @@ def check_ring(ring: RingView, num_cursors: int | None = None) -> None:
         and ring.history_len.dtype == torch.int32
         and ring.ring_start.shape == cursors
         and ring.history_len.shape == cursors
+        and (num_cursors is not None or ring.ring_start.is_contiguous())
+        and (num_cursors is not None or ring.history_len.is_contiguous())
         and capacity & (capacity - 1) == 0
+        and isinstance(ring.max_window, int)
         and 0 < ring.max_window < capacity
     )
     if is_right:
@@ -181,6 +229,10 @@ def check_ring(ring: RingView, num_cursors: int | None = None) -> None:
     check_last_stride("ring.u", u)
     check_dtype("ring.ring_start", ring.ring_start, torch.int32)
     check_dtype("ring.history_len", ring.history_len, torch.int32)
+    if num_cursors is None:
+        check_last_stride("ring.ring_start", ring.ring_start)
+        check_last_stride("ring.history_len", ring.history_len)
+    check_option("ring.max_window", ring.max_window, int)
     if capacity & (capacity - 1):
         raise ValueError(f"ring.k: expected a power of two as ring capacity, got {capacity}")
     if not 0 < ring.max_window < capacity:
@@ -192,6 +244,7 @@ def check_ring(ring: RingView, num_cursors: int | None = None) -> None:
 
 def check_window(ring: RingView, max_verify_tokens: int) -> None:
     """Raise ValueError unless the ring holds a full window and the rows of a step."""
+    check_option("max_verify_tokens", max_verify_tokens, int)
     capacity, window = ring.k.shape[2], ring.max_window
     if not 0 < max_verify_tokens <= window:
         raise ValueError(
@@ -227,6 +280,15 @@ def check_pools(
             f"state: expected a multiple of ring.k's {dims['H']} heads, got {dims['HV']}"
         )
     check_ring(ring, num_cursors)
+    check_devices(state=state, state_scale=state_scale, **ring_tensors(ring))
+
+
+def check_options(scale: float | None, use_qk_l2norm: bool, beta_scale: float) -> None:
+    """Raise TypeError unless the options of verify and prefill are of the right kind."""
+    if scale is not None:
+        check_option("scale", scale, float)
+    check_option("use_qk_l2norm", use_qk_l2norm, bool)
+    check_option("beta_scale", beta_scale, float)
 
 
 def check_marks(dims: Dims, **marks: Tensor) -> None:
@@ -234,6 +296,21 @@ def check_marks(dims: Dims, **marks: Tensor) -> None:
     for name, tensor in marks.items():
         check(name, tensor, "B", dims)
         check_dtype(name, tensor, torch.int8 if name == "is_fold" else torch.int32)
+        check_last_stride(name, tensor)
+
+
+def check_is_fold(is_fold: Tensor, slots: Tensor) -> None:
+    """Raise unless the marks of a verify call belong to its requests."""
+    is_right = (
+        isinstance(is_fold, Tensor)
+        and is_fold.shape == slots.shape
+        and is_fold.dtype == torch.int8
+        and is_fold.is_contiguous()
+    )
+    if not is_right:
+        check_marks({"B": slots.shape[0]}, is_fold=is_fold)
+    if not slots.is_cpu:
+        check_devices(slots=slots, is_fold=is_fold)
 
 
 def check_cursors(dims: Dims, **cursors: Tensor) -> None:
@@ -241,3 +318,4 @@ def check_cursors(dims: Dims, **cursors: Tensor) -> None:
     for name, tensor in cursors.items():
         check(name, tensor, "S", dims)
         check_dtype(name, tensor, torch.int32)
+        check_last_stride(name, tensor)

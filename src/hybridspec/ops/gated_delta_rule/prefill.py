@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridspec.ops._requests import read_batch
+from hybridspec.ops._requests import check_distinct, check_lengths, read_batch
 from hybridspec.ops.gated_delta_rule.int8_state import quantise, widen
 from hybridspec.ops.gated_delta_rule.reference import (
     absorb,
@@ -38,21 +38,25 @@ def prefill(
     use_qk_l2norm: bool,
     beta_scale: float,
     chunk_size: int,
+    max_seqlen: int,
     state_scale: Tensor | None = None,
 ) -> None:
     """Run prompts from their slots' states; see `hybridspec.ops.gated_delta_rule.prefill`."""
     dtype = compute_dtype(q, a, state)
     bounds, numbers = read_batch(cu_seqlens, slots, num_rows=q.shape[0], num_slots=state.shape[0])
+    check_lengths("max_seqlen", max_seqlen, bounds)
     live = history_len.tolist()
-    out.zero_()
-    for slot, first, last in zip(numbers, bounds[:-1], bounds[1:], strict=True):
-        if slot < 0 or last == first:
-            continue
+    spans = zip(numbers, bounds[:-1], bounds[1:], strict=True)
+    requests = [span for span in spans if span[0] >= 0 and span[2] > span[1]]
+    check_distinct([slot for slot, _, _ in requests])
+    for slot, _, _ in requests:  # before any state is written
         if live[slot]:
             raise ValueError(
                 f"ring.history_len: expected 0 in slot {slot} before prefill, got {live[slot]}; "
                 f"fold the slot and commit first"
             )
+    out.zero_()
+    for slot, first, last in requests:
         if state_scale is None:
             checkpoint = state[slot].to(dtype, copy=True)
         else:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridspec.ops._requests import check_slots, read_at
+from hybridspec.ops._requests import check_distinct, check_slots, read_at
 from hybridspec.ops.gated_delta_rule.int8_state import quantise, widen
 from hybridspec.ops.gated_delta_rule.ring import RingView
 from hybridspec.ops.gated_delta_rule.rows import Rows
@@ -254,10 +254,14 @@ def verify(
     scale: float,
     use_qk_l2norm: bool,
     beta_scale: float,
+    max_verify_tokens: int,
     state_scale: Tensor | None = None,
 ) -> None:
     """Check T_b rows of each request; see `hybridspec.ops.gated_delta_rule.verify`."""
-    rows = Rows.read(cu_seqlens, slots, num_rows=q.shape[0], num_slots=state.shape[0])
+    rows = Rows.read(
+        cu_seqlens, slots, num_rows=q.shape[0], num_slots=state.shape[0],
+        max_verify_tokens=max_verify_tokens,
+    )  # fmt: skip
     if not rows.slots:
         out.zero_()
         return
@@ -355,6 +359,7 @@ def materialize(
     check_slots("slots", slots, state.shape[0])
     check_slots("out_slots", out_slots, state.shape[0])
     calls = [call for call in zip(slots, out_slots, num_rows, strict=True) if min(call[:2]) >= 0]
+    check_distinct([target for _, target, _ in calls], "out_slots")
     starts, lengths = _cursors(ring, [slot for slot, _, _ in calls], [0] * len(calls))
     for (slot, target, asked), start, length in zip(calls, starts, lengths, strict=True):
         n = max(0, min(asked, length))
@@ -374,5 +379,6 @@ def fold(
 ) -> None:
     """Fold the live windows of the marked requests; see the public function."""
     pairs = zip(slots.tolist(), is_fold.tolist(), strict=True)
-    marked = [slot for slot, flag in pairs if flag]
+    marked = [slot for slot, flag in pairs if flag and slot >= 0]
+    check_distinct(marked)
     materialize(state, ring, marked, marked, [ring.k.shape[2]] * len(marked), state_scale)

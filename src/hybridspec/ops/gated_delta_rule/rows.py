@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hybridspec.ops._requests import check_distinct, read_batch
+from hybridspec.ops._requests import check_distinct, check_lengths, read_batch
 
 __all__ = ["Rows"]
 
@@ -35,7 +35,15 @@ class Rows(NamedTuple):
     is_dense: bool
 
     @classmethod
-    def read(cls, cu_seqlens: Tensor, slots: Tensor, *, num_rows: int, num_slots: int) -> Rows:
+    def read(
+        cls,
+        cu_seqlens: Tensor,
+        slots: Tensor,
+        *,
+        num_rows: int,
+        num_slots: int,
+        max_verify_tokens: int,
+    ) -> Rows:
         """Read the batch; raises ValueError as `read_batch`, and for a slot that occurs twice."""
         bounds, numbers = read_batch(cu_seqlens, slots, num_rows=num_rows, num_slots=num_slots)
         live = [i for i, slot in enumerate(numbers) if slot >= 0 and bounds[i + 1] > bounds[i]]
@@ -43,6 +51,8 @@ class Rows(NamedTuple):
         firsts = [bounds[i] for i in live]
         lengths = [bounds[i + 1] - bounds[i] for i in live]
         size = max(lengths, default=0)
+        if size > max_verify_tokens:
+            check_lengths("max_verify_tokens", max_verify_tokens, bounds)
         # rows come in the order of requests, so that a gap would move the last one
         is_dense = lengths.count(size) == len(live) and (
             not live or firsts[-1] - firsts[0] == size * (len(live) - 1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._backends import choose_backend
+from hybridspec.ops._checks import check_option
 from hybridspec.ops._folds import first_fold_length
 from hybridspec.ops._library import register
 from hybridspec.ops._requests import check_slots
@@ -49,7 +50,7 @@ def decide_folds(
 
     Raises:
         TypeError: for a wrong dtype.
-        ValueError: for a wrong shape.
+        ValueError: for a wrong shape, stride or window.
 
     Numerics:
         Integers only.
@@ -62,6 +63,7 @@ def decide_folds(
         cursors["ring_start"] = ring_start
     check_cursors({}, **cursors)
     check_marks({}, slots=slots, num_verify_tokens=num_verify_tokens, is_fold=is_fold)
+    check_option("max_window", max_window, int, low=1)
     _decide_folds_op(history_len, ring_start, slots, num_verify_tokens, is_fold, max_window)
 
 
@@ -97,7 +99,7 @@ def commit(
     Raises:
         TypeError: for a wrong dtype.
         UnsupportedError: if the backend asked for cannot serve the call; the message says why.
-        ValueError: for a wrong shape, capacity or backend.
+        ValueError: for a wrong shape, stride, capacity or backend.
 
     Numerics:
         Integers only.
@@ -113,6 +115,7 @@ def commit(
         num_verify_tokens=num_verify_tokens,
         num_committed=num_committed,
     )
+    check_option("ring_capacity", ring_capacity, int)
     if ring_capacity < 1 or ring_capacity & (ring_capacity - 1):
         raise ValueError(f"ring_capacity: expected a power of two, got {ring_capacity}")
     _commit_op(
@@ -132,8 +135,8 @@ def copy_slots(pools: Sequence[Tensor], src_slots: Tensor, dst_slots: Tensor) ->
         dst_slots: no slot twice, [P], int32; pairs with a -1 are skipped; in.
 
     Raises:
-        TypeError: for a wrong dtype.
-        ValueError: for a wrong shape.
+        TypeError: for a wrong dtype, or for one tensor instead of a list.
+        ValueError: for a wrong shape or stride.
 
     Numerics:
         Bits are copied.
@@ -155,8 +158,8 @@ def reset_slots(pools: Sequence[Tensor], slots: Tensor) -> None:
         slots: [P], int32; -1 is skipped; in.
 
     Raises:
-        TypeError: for a wrong dtype.
-        ValueError: for a wrong shape.
+        TypeError: for a wrong dtype, or for one tensor instead of a list.
+        ValueError: for a wrong shape or stride.
 
     Numerics:
         Exact zeros.
@@ -169,6 +172,8 @@ def reset_slots(pools: Sequence[Tensor], slots: Tensor) -> None:
 
 
 def _checked_pools(pools: Sequence[Tensor]) -> list[Tensor]:
+    if isinstance(pools, Tensor) or not isinstance(pools, Sequence):
+        raise TypeError(f"pools: expected a list of tensors [S, ...], got {type(pools).__name__}")
     for i, pool in enumerate(pools):
         if not isinstance(pool, Tensor):
             raise TypeError(f"pools[{i}]: expected a tensor [S, ...], got {type(pool).__name__}")

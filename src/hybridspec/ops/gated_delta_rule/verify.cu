@@ -26,6 +26,7 @@
 #include "primitives.cuh"
 
 constexpr int TOKENS = 8;
+constexpr int NEVER = 0x7fffffff;             // a fold_threshold
 constexpr int GROUPS = KEY_DIM / 32;          // of key columns
 constexpr int PART = VALUE_DIM / SPLITS;      // value rows of one warp
 constexpr int BLOCKS = PART / 32;             // of value rows
@@ -240,7 +241,7 @@ struct StateCopies {
     static constexpr uint32 ROWS = 32 / ROW_CHUNKS;  // that a warp copies at once
     uint8 *shared, *shared_scales;
     const uint8 *state, *scales;
-    bool is_fold;
+    bool may_fold;
     // Lines that are read once are the first to make room in the cache; those that a fold stores stay.
     template <bool read_once>
     DEVICE void block_as(uint32 first_row) const {
@@ -251,7 +252,7 @@ struct StateCopies {
             copy_async<read_once>(shared + (i + row) * ROW_BYTES + 16 * (chunk ^ exchange(i + row)), from + i * STATE_STRIDE);
     }
     DEVICE void block(uint32 first_row) const {
-        if (EVICT_FIRST && !is_fold) block_as<true>(first_row);
+        if (EVICT_FIRST && !may_fold) block_as<true>(first_row);
         else block_as<false>(first_row);
         copy_async_commit();
     }
@@ -397,6 +398,8 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     uint32 first = request * p.rows_per_request;
     int num_tokens = p.rows_per_request;
     const int slot_or_none = p.slots ? p.slots[request] : request;
+    const bool is_marked = p.is_fold && p.is_fold[request] != 0;
+    const bool may_fold = p.is_fold ? is_marked : p.fold_threshold != NEVER;  // known before the window's length
     if (p.cu_seqlens) {
         first = p.cu_seqlens[request];
         num_tokens = p.cu_seqlens[request + 1] - first;
@@ -426,11 +429,10 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     uint8* state = p.state + offset(slot, p.state_stride_s) + offset(hv, p.state_stride_h) + value_first * STATE_STRIDE;
     UNROLL
     for (int i = 0; i < BLOCKS; ++i) v[i] = load(v_row + 32 * i);
-    const bool is_fold = p.is_fold ? p.is_fold[request] != 0 : int(history) >= p.fold_threshold;
 
     uint8* state_scale = p.state_scale + offset(slot, p.scale_stride_s) + offset(hv, p.scale_stride_h) + value_first * SCALE_BYTES;
     uint8* scales = rows + PART * ROW_BYTES;
-    const StateCopies copies{rows, scales, state, state_scale, is_fold};
+    const StateCopies copies{rows, scales, state, state_scale, may_fold};
     sync_warp();
     copies.first();
     sync_warp();
@@ -444,6 +446,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     sync_warp();
     copies.rest();
     sync_warp();
+    const bool is_fold = p.is_fold ? is_marked : int(history) >= p.fold_threshold;
 
     Rows x[GROUPS];
     float dots_k[4] = {0, 0, 0, 0}, dots_q[4] = {0, 0, 0, 0};  // rows k_g, q_g; columns k, then q
