@@ -242,13 +242,16 @@ class EngineConfig:
         if self.mtp_from is not None:
             if not isinstance(self.mtp_from, str):
                 raise TypeError(f"mtp_from: expected a text, got {self.mtp_from!r}")
+            if not self.mtp_from:
+                raise ValueError("mtp_from: expected a folder or an id, got an empty text")
             if self.drafter not in ("auto", "mtp"):
                 raise ValueError(f"mtp_from: expected drafter 'mtp' with it, got {self.drafter!r}")
             if self.dummy_weights:
                 raise ValueError("mtp_from: expected no dummy_weights with it, got both")
         if not isinstance(self.dummy_weights, bool):
             raise TypeError(f"dummy_weights: expected a bool, got {self.dummy_weights!r}")
-        if not re.fullmatch("auto|cpu|cuda(:[0-9]+)?", str(self.device)):
+        is_text = isinstance(self.device, str)
+        if not is_text or not re.fullmatch("auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(
                 f'device: expected "auto", "cpu", "cuda" or "cuda:N", got {self.device!r}'
             )

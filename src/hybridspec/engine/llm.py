@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,8 @@ class LLM:
             attention_backend=attention_backend,
             threads=threads,
         )
+        if on_progress is not None and not callable(on_progress):
+            raise TypeError(f"on_progress: expected a function, got {on_progress!r}")
         folder = model_folder(model, has_weights=not dummy_weights)
         try:
             self._engine = Engine(folder, config, on_progress=on_progress)
@@ -411,7 +413,7 @@ def _prompt_list(
 
 def _is_list(value: Any) -> bool:
     is_sized = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
-    return is_sized and not isinstance(value, str | bytes)
+    return is_sized and not isinstance(value, str | bytes | Mapping | Set)
 
 
 def _listed(name: str, value: Any, what: str) -> list[Any]:

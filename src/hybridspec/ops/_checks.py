@@ -7,10 +7,20 @@ layer of every step.
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor
 
-__all__ = ["Dims", "check", "check_dtype", "check_last_stride"]
+__all__ = [
+    "Dims",
+    "check",
+    "check_devices",
+    "check_dtype",
+    "check_last_stride",
+    "check_option",
+]
 
 Dims = dict[str, int]
 
@@ -62,3 +72,43 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
             f"{name}: expected a last stride of 1, got strides {tuple(tensor.stride())}; "
             f"call .contiguous() on it"
         )
+
+
+def check_devices(**named: Tensor | None) -> None:
+    """Raise ValueError unless all tensors are where the first one is; None is left out."""
+    name, anchor = next((name, tensor) for name, tensor in named.items() if tensor is not None)
+    for other, tensor in named.items():
+        if tensor is not None and tensor.device != anchor.device:
+            raise ValueError(
+                f"{other}: expected a tensor on {anchor.device} like {name}, got one on "
+                f"{tensor.device}"
+            )
+
+
+def check_option(name: str, value: Any, kind: type, *, low: int | None = None) -> None:
+    """Raise unless an option is a plain value of a kind.
+
+    Args:
+        name: argument name used in the message.
+        value: what came. What counts as an integer or a number, such as NumPy's, is one.
+        kind: int, float, bool or str.
+        low: least value.
+
+    Raises:
+        TypeError: if `value` is of another kind.
+        ValueError: if it is less than `low`.
+    """
+    if not isinstance(value, kind) and not _counts_as(value, kind):
+        expected = {int: "an integer", float: "a number", bool: "True or False", str: "a text"}
+        raise TypeError(f"{name}: expected {expected[kind]}, got {value!r}")
+    if low is not None and value < low:
+        raise ValueError(f"{name}: expected at least {low}, got {value}")
+
+
+def _counts_as(value: Any, kind: type) -> bool:
+    if kind is float:
+        return hasattr(value, "__float__")
+    try:
+        return kind is int and operator.index(value) is not None
+    except TypeError:
+        return False

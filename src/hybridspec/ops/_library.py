@@ -39,8 +39,11 @@ def register(schema: str, implementation: Callable[..., None]) -> Callable[..., 
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hybridspec::{name}", _fake, lib=LIBRARY)
     op = getattr(torch.ops.hybridspec, name).default
+    has_backend = schema.endswith("str backend)")
 
     def call(*args: object) -> None:
+        if has_backend and not isinstance(args[-1], str):
+            raise TypeError(f"backend: expected a text, got {args[-1]!r}")
         is_plain = type(args[0]) is Tensor and not torch.is_grad_enabled()
         if is_plain and not torch.compiler.is_compiling():
             implementation(*args)

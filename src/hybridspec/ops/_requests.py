@@ -6,11 +6,20 @@ per call; kernels read the same tensors on the device.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Request", "check_distinct", "check_slots", "live_requests", "read_at", "read_batch"]
+__all__ = [
+    "Request",
+    "check_distinct",
+    "check_lengths",
+    "check_slots",
+    "live_requests",
+    "read_at",
+    "read_batch",
+]
 
 
 class Request(NamedTuple):
@@ -36,10 +45,24 @@ def check_slots(name: str, slots: list[int], num_slots: int) -> None:
         raise ValueError(f"{name}: expected slots below {num_slots}, got {slots}")
 
 
-def check_distinct(slots: list[int]) -> None:
+def check_distinct(slots: list[int], name: str = "slots") -> None:
     """Raise ValueError if a slot occurs twice."""
     if len(slots) > 1 and len(set(slots)) < len(slots):
-        raise ValueError(f"slots: expected no slot twice, got {slots}")
+        raise ValueError(f"{name}: expected no slot twice, got {slots}")
+
+
+def check_lengths(name: str, longest: int, bounds: list[int]) -> None:
+    """Raise ValueError if a request has more rows than an argument `name` says."""
+    for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        if stop - start > longest:
+            raise ValueError(_too_short(name, longest, index, stop - start))
+
+
+def _too_short(name: str, longest: int, index: int, num_rows: int) -> str:
+    return (
+        f"{name}: expected at least the rows of the longest request, got {longest} but request "
+        f"{index} has {num_rows}"
+    )
 
 
 def read_batch(
@@ -95,10 +118,7 @@ def live_requests(
         if slot < 0 or start == stop:
             continue
         if stop - start > max_rows:
-            raise ValueError(
-                f"{max_name}: expected at least the rows of the longest request, got {max_rows} "
-                f"but request {index} has {stop - start}"
-            )
+            raise ValueError(_too_short(max_name, max_rows, index, stop - start))
         [position] = read_at(seq_len, [slot])
         if position < 0:
             raise ValueError(f"seq_len: expected 0 or more in slot {slot}, got {position}")

@@ -54,6 +54,7 @@ def allocations(call: VerifyCall) -> list[int]:
             0.125,
             case.use_qk_l2norm,
             case.beta_scale,
+            pools.ring.max_window,
             pools.state_scale,
         )
     return mode.sizes

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._backends import always, choose_backend
-from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
+from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride, check_option
 from hybridspec.ops._library import register
 from hybridspec.ops._triton_support import triton_or_reference
 from hybridspec.ops.causal_conv1d import launch, reference
@@ -55,16 +55,16 @@ def verify(
         cu_seqlens: row bounds of the requests, [B+1], int32 or int64; in.
         slots: slot of each request, -1 = padding, [B], int32 or int64; in.
         max_verify_tokens: most rows of one request.
-        bias: added before the activation, [D]; in.
+        bias: added before the activation, [D]; last stride 1; in.
         activation: "silu" or None.
-        out: where to write, [N, D], dtype of x; out.
+        out: where to write, [N, D], dtype of x; last stride 1; out.
         backend: "auto", "triton" or "reference".
 
     Returns:
         [N, D] in the dtype of `x`; zeros in rows that belong to no slot.
 
     Raises:
-        TypeError: for a dtype that is not supported.
+        TypeError: for a dtype or an option of a kind that is not supported.
         UnsupportedError: if the backend asked for cannot serve the call; the message says why.
         ValueError: for a wrong shape, stride, ring capacity, activation or backend, or (reference)
             more rows in a request than `max_verify_tokens`.
@@ -77,6 +77,7 @@ def verify(
         The convolution of Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464, section 3.4).
     """
     out = _prepare(x, weight, conv_ring, seq_len, cu_seqlens, slots, bias, activation, out)
+    check_option("max_verify_tokens", max_verify_tokens, int, low=0)
     _check_capacity(conv_ring, weight, max_verify_tokens)
     _verify_op(
         x, weight, conv_ring, seq_len, cu_seqlens, slots, max_verify_tokens, bias, activation, out,
@@ -112,16 +113,16 @@ def prefill(
         cu_seqlens: row bounds of the requests, [B+1], int32 or int64; in.
         slots: slot of each request, -1 = padding, [B], int32 or int64; in.
         max_seqlen: most rows of one request.
-        bias: added before the activation, [D]; in.
+        bias: added before the activation, [D]; last stride 1; in.
         activation: "silu" or None.
-        out: where to write, [N, D], dtype of x; out.
+        out: where to write, [N, D], dtype of x; last stride 1; out.
         backend: "auto" or "reference".
 
     Returns:
         [N, D] in the dtype of `x`; zeros in rows that belong to no slot.
 
     Raises:
-        TypeError: for a dtype that is not supported.
+        TypeError: for a dtype or an option of a kind that is not supported.
         ValueError: for a wrong shape, stride, ring capacity, activation or backend, or (reference)
             more rows in a request than `max_seqlen`.
 
@@ -132,6 +133,7 @@ def prefill(
         As `verify`.
     """
     out = _prepare(x, weight, conv_ring, seq_len, cu_seqlens, slots, bias, activation, out)
+    check_option("max_seqlen", max_seqlen, int, low=0)
     _check_capacity(conv_ring, weight, 0)
     _prefill_op(
         x, weight, conv_ring, seq_len, cu_seqlens, slots, max_seqlen, bias, activation, out,
@@ -166,6 +168,9 @@ def _prepare(
             and seq_len.dtype in _INTEGERS
             and cu_seqlens.dtype in _INTEGERS
             and slots.dtype in _INTEGERS
+            and seq_len.is_contiguous()
+            and cu_seqlens.is_contiguous()
+            and slots.is_contiguous()
         )
     except (AttributeError, IndexError, TypeError):  # no tensor, or of too few dimensions
         is_right = False
@@ -174,12 +179,14 @@ def _prepare(
     if bias is not None:
         check("bias", bias, "D", {"D": x.shape[1]})
         check_dtype("bias", bias, *_FLOATS)
+        check_last_stride("bias", bias)
     if activation not in ("silu", None):
         raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
     if out is None:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     check("out", out, "N D", {"N": x.shape[0], "D": x.shape[1]})
     check_dtype("out", out, x.dtype)
+    check_last_stride("out", out)
     return out
 
 
@@ -205,6 +212,7 @@ def _explain(
         check_dtype(name, tensor, *_FLOATS)
     for name, tensor in (("seq_len", seq_len), ("cu_seqlens", cu_seqlens), ("slots", slots)):
         check_dtype(name, tensor, *_INTEGERS)
+        check_last_stride(name, tensor)
 
 
 def _check_capacity(conv_ring: Tensor, weight: Tensor, max_rows: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops._backends import Supports, always, choose_backend
-from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
+from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride, check_option
 from hybridspec.ops._library import register
 from hybridspec.ops.paged_attention import fa3, launch, reference
 
@@ -81,7 +81,7 @@ def verify(
         [N, Hq, D] in the dtype of `q`; zeros in rows that belong to no slot.
 
     Raises:
-        TypeError: for a dtype that is not supported.
+        TypeError: for a dtype or an option of a kind that is not supported.
         UnsupportedError: for a head size that is not supported, or if the backend asked for cannot
             serve the call; the message says why.
         ValueError: for a wrong shape, stride or backend, or (reference) more rows in a request
@@ -97,8 +97,10 @@ def verify(
         pages (Kwon et al. 2023, arXiv:2309.06180).
     """
     out = _prepare(q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots, out)
+    check_option("max_verify_tokens", max_verify_tokens, int, low=0)
     if scale is None:
         scale = q.shape[2] ** -0.5
+    check_option("scale", scale, float)
     _verify_op(
         q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots, max_verify_tokens,
         scale, out, backend,
@@ -147,7 +149,7 @@ def prefill(
         [N, Hq, D] in the dtype of `q`; zeros in rows that belong to no slot.
 
     Raises:
-        TypeError: for a dtype that is not supported.
+        TypeError: for a dtype or an option of a kind that is not supported.
         UnsupportedError: for a head size that is not supported, or if the backend asked for cannot
             serve the call; the message says why.
         ValueError: for a wrong shape, stride or backend, or (reference) more rows in a request
@@ -161,8 +163,10 @@ def prefill(
         As `verify`.
     """
     out = _prepare(q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots, out)
+    check_option("max_seqlen", max_seqlen, int, low=0)
     if scale is None:
         scale = q.shape[2] ** -0.5
+    check_option("scale", scale, float)
     _prefill_op(
         q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots, max_seqlen,
         scale, out, backend,
@@ -212,6 +216,9 @@ def _prepare(
             and seq_len.dtype in _INTEGERS
             and cu_seqlens.dtype in _INTEGERS
             and slots.dtype in _INTEGERS
+            and seq_len.is_contiguous()
+            and cu_seqlens.is_contiguous()
+            and slots.is_contiguous()
         )
     except (AttributeError, IndexError, TypeError):  # no tensor, or of too few dimensions
         is_right = False
@@ -265,6 +272,8 @@ def _explain(
         ("slots", slots),
     ):
         check_dtype(name, tensor, *_INTEGERS)
+        if tensor is not page_table:
+            check_last_stride(name, tensor)
 
 
 def verify_backends(q: Tensor) -> dict[str, Supports]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import Dims, check, check_dtype, check_last_stride
+from .._checks import Dims, check, check_dtype, check_last_stride, check_option
 from . import operators, reference
 from .views import SamplingColumns, VerifyPlan, Workspace
 
@@ -145,7 +145,7 @@ def build_params(
         UnsupportedError: if the backend cannot serve the call.
     """
     dims: Dims = {}
-    _check_build(token_ids, slots, seq_len, history_len, ring_start, plan, dims)
+    _check_build(token_ids, slots, seq_len, history_len, ring_start, max_window, plan, dims)
     operators.build_params(
         token_ids, slots, seq_len, history_len, ring_start, max_window, plan.tensors(), backend
     )
@@ -191,7 +191,7 @@ def plan_step(
         UnsupportedError: if the backend cannot serve the call.
     """
     dims: Dims = {}
-    _check_build(token_ids, slots, seq_len, history_len, ring_start, plan, dims)
+    _check_build(token_ids, slots, seq_len, history_len, ring_start, max_window, plan, dims)
     k = dims["k"] = dims["T"] - 1
     if (
         isinstance(confidences, Tensor)
@@ -328,6 +328,7 @@ def _check_selection(
         check_dtype("num_drafts", num_drafts, torch.int32)
         check_last_stride("num_drafts", num_drafts)
     _check_calibration(calibration, dims)
+    check_option("num_rows", num_rows, int)
     if num_rows < dims["B"]:
         raise ValueError(
             f"num_rows: expected at least one row for each of {dims['B']} requests, got {num_rows}"
@@ -340,9 +341,13 @@ def _check_build(
     seq_len: Tensor,
     history_len: Tensor,
     ring_start: Tensor | None,
+    max_window: int,
     plan: VerifyPlan,
     dims: Dims,
 ) -> None:
+    if not isinstance(plan, VerifyPlan):
+        raise TypeError(f"plan: expected a VerifyPlan, got {type(plan).__name__}")
+    check_option("max_window", max_window, int, low=1)
     check("token_ids", token_ids, "B T", dims)
     check("slots", slots, "B", dims)
     check("seq_len", seq_len, "S", dims)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._folds import first_fold_length
+from .._requests import check_slots
 from .views import SamplingColumns, VerifyPlan
 
 __all__ = [
@@ -85,6 +86,7 @@ def build_params(
 ) -> None:
     """Fill `plan` from its own `cu_seqlens`; see api.py."""
     num_requests, tokens_per_request = token_ids.shape
+    check_slots("slots", slots.tolist(), seq_len.shape[0])
     counts = plan.cu_seqlens.diff()[:num_requests]
     is_live = slots >= 0
     counts = torch.where(is_live, counts, 0)
