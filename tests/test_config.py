@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hybridspec.config import EngineConfig, SamplingParams
@@ -104,6 +106,8 @@ def test_what_a_caller_keeps_hold_of_is_copied() -> None:
         ("device", "cuda:", ValueError),
         ("device", "auto:0", ValueError),
         ("device", "cpu:1", ValueError),
+        ("device", Path("cpu"), ValueError),
+        ("mtp_from", "", ValueError),
         ("max_model_len", 1, ValueError),
         ("max_model_len", "long", TypeError),
         ("memory_fraction", 0, ValueError),

@@ -75,6 +75,8 @@ def test_no_prompts(llm: LLM) -> None:
         ({"prompts": [3]}, TypeError, "^prompts: expected a text"),
         ({"prompts": 3}, TypeError, "^prompts: expected a list of texts"),
         ({"prompts": b"abc"}, TypeError, "^prompts: expected a list of texts"),
+        ({"prompts": {"prompt": "a"}}, TypeError, "^prompts: expected a list of texts, got dict"),
+        ({"prompts": {"a", "b"}}, TypeError, "^prompts: expected a list of texts, got set"),
         ({"prompt_token_ids": [[]]}, ValueError, "^prompt: expected at least one token"),
         ({"prompt_token_ids": [1, 97]}, ValueError, "^prompt_token_ids: expected ids in 0..96"),
         ({"prompt_token_ids": [1, -1]}, ValueError, "^prompt_token_ids: expected ids in 0..96"),

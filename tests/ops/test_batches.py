@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_slots_that_are_none(name: str) -> None:
         refused(op, arguments | {"slots": slots}, r"^slots: expected slots below \d+, got \[")
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if name != "gated_delta_rule.prefill"])
+@pytest.mark.parametrize("name", OPS)
 def test_a_slot_of_two_requests(name: str) -> None:
     op, arguments = OPS[name]()
     slots = torch.tensor([3, 3], dtype=torch.int32)
@@ -116,6 +117,93 @@ def test_bounds_that_are_no_rows(name: str, bounds: tuple[int, ...]) -> None:
     wrong = torch.tensor(bounds, dtype=torch.int32)
     text = "^cu_seqlens: expected bounds that rise from 0 to at most 5, got"
     refused(op, arguments | {"cu_seqlens": wrong}, text)
+
+
+def longest(name: str) -> str:
+    return "max_seqlen" if name.endswith("prefill") else "max_verify_tokens"
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_requests_longer_than_announced(name: str) -> None:
+    op, arguments = OPS[name]()
+    text = f"^{longest(name)}: expected at least the rows of the longest request, got 3 but"
+    refused(op, arguments | {longest(name): 3}, text)
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The same numbers, every second element of a longer tensor."""
+    return tensor.repeat_interleave(2)[::2]
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("argument", ["slots", "cu_seqlens", "seq_len", "A_log", "dt_bias"])
+def test_lists_whose_elements_lie_apart(name: str, argument: str) -> None:
+    """Kernels read them side by side."""
+    op, arguments = OPS[name]()
+    if argument in arguments:
+        wrong = {argument: apart(arguments[argument])}
+        refused(op, arguments | wrong, f"^{argument}: expected a last stride of 1, got strides")
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule.verify", "gated_delta_rule.prefill"])
+def test_cursors_that_lie_apart(name: str) -> None:
+    for field in ("ring_start", "history_len"):
+        op, arguments = OPS[name]()
+        ring = arguments["ring"]
+        wrong = dataclasses.replace(ring, **{field: apart(getattr(ring, field))})
+        refused(op, arguments | {"ring": wrong}, f"^ring.{field}: expected a last stride of 1")
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if "attention" not in name])
+def test_outputs_whose_columns_lie_apart(name: str) -> None:
+    op, arguments = OPS[name]()
+    like = arguments["v" if "v" in arguments else "x"]
+    out = like.mT.contiguous().mT
+    refused(op, arguments | {"out": out}, "^out: expected a last stride of 1, got strides")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_options_of_another_kind(name: str) -> None:
+    op, arguments = OPS[name]()
+    wrong = {longest(name): ("an integer", ("4", 4.0, None)), "backend": ("a text", (None, 3))}
+    if "conv" not in name:
+        wrong["scale"] = ("a number", ("1", [1.0]))
+    if "gated" in name:
+        wrong["beta_scale"] = ("a number", ("2", None))
+        wrong["use_qk_l2norm"] = ("True or False", (None, "yes"))
+    for inference in (False, True):
+        for argument, (kind, values) in wrong.items():
+            for value in values:
+                text = rf"^{argument}: expected {kind}, got {re.escape(repr(value))}$"
+                with torch.inference_mode(inference), pytest.raises(TypeError, match=text):
+                    op(**arguments | {argument: value})
+    op(**arguments | {longest(name): torch.tensor(4)})  # what counts as an integer is one
+
+
+def test_tensors_of_several_devices() -> None:
+    """A kernel gets addresses: one of another device would end the process."""
+    op, right = OPS["gated_delta_rule.verify"]()
+    right["is_fold"] = torch.zeros(2, dtype=torch.int8)
+    ring = right["ring"]
+    fields = {f.name: getattr(ring, f.name) for f in dataclasses.fields(ring)}
+    moved = {k: v.to("meta") for k, v in fields.items() if isinstance(v, Tensor)}
+    elsewhere = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in right.items()}
+    elsewhere["ring"] = dataclasses.replace(ring, **moved)
+    for name in [k for k, v in right.items() if isinstance(v, Tensor) and k != "v"]:
+        text = f"^{name}: expected a tensor on meta like (v|slots), got one on cpu"
+        refused(op, elsewhere | {name: right[name]}, text)
+    for name, tensor in moved.items():
+        wrong = dataclasses.replace(elsewhere["ring"], **{name: fields[name]})
+        assert tensor.device.type == "meta"
+        text = f"^ring.{name}: expected a tensor on meta like v, got one on cpu"
+        refused(op, elsewhere | {"ring": wrong}, text)
+
+
+def test_prefill_checks_all_requests_first() -> None:
+    """The second request has live rows; the first one's state stays."""
+    op, arguments = OPS["gated_delta_rule.prefill"]()
+    arguments["ring"].history_len[int(arguments["slots"][1])] = 2
+    refused(op, arguments, "^ring.history_len: expected 0 in slot . before prefill, got 2")
 
 
 @pytest.mark.parametrize("name", [name for name in OPS if "gated" not in name])
@@ -161,6 +249,11 @@ def test_cursors_outside_the_ring_in_fold_and_materialize() -> None:
     refused(gated_delta_rule.fold, call | {"is_fold": marks}, text)
     moved = {"out_slots": slots, "num_rows": rows}
     refused(gated_delta_rule.materialize, call | moved, text)
+    twice = torch.tensor([3, 3], dtype=torch.int32)
+    text = r"slots: expected no slot twice, got \[3, 3\]"
+    refused(gated_delta_rule.fold, call | {"ring": ring, "slots": twice, "is_fold": marks}, text)
+    moved = {"out_slots": twice, "num_rows": rows, "ring": ring}
+    refused(gated_delta_rule.materialize, call | moved, f"^out_{text}")
     outside = torch.tensor([0, 99], dtype=torch.int32)
     moved = {"out_slots": outside, "num_rows": rows, "ring": ring}
     refused(gated_delta_rule.materialize, call | moved, "^out_slots: expected slots below")
@@ -186,3 +279,10 @@ def test_slots_that_are_none_in_ops_on_slots() -> None:
     assert torch.equal(pools[0], torch.ones(7, 3))
     with pytest.raises(TypeError, match=r"^pools\[0\]: expected a tensor"):
         gated_delta_rule.reset_slots([None], ones)
+    for wrong in (pools[0], None):  # the rows of a tensor would pass for pools
+        text = f"^pools: expected a list of tensors .*, got {type(wrong).__name__}"
+        with pytest.raises(TypeError, match=text):
+            gated_delta_rule.reset_slots(wrong, ones)
+        with pytest.raises(TypeError, match=text):
+            gated_delta_rule.copy_slots(wrong, ones, ones)
+    assert torch.equal(pools[0], torch.ones(7, 3))

@@ -64,6 +64,8 @@ SHARED = [
     ("ring.max_window", lambda x: 0, ValueError, r"ring.max_window: expected 1..31 .*, got 0"),
     ("cu_seqlens", lambda x: x[:2], ValueError, r"cu_seqlens: .* = \[3\], got \[2\]"),
     ("slots", lambda x: x[None], ValueError, r"slots: expected shape .*, got \[1, 2\]"),
+    ("slots", lambda x: x[:, None], ValueError, r"slots: expected shape .*, got \[2, 1\]"),
+    ("ring.max_window", lambda x: "16", TypeError, "ring.max_window: expected an integer, got"),
     ("v", lambda x: x.long(), TypeError, "v: expected dtype float32, bfloat16, .*, got int64"),
     ("q", lambda x: x.to(BF16), TypeError, "q: expected dtype float64, got bfloat16"),
     ("k", lambda x: x.to(F32), TypeError, "k: expected dtype float64, got float32"),
@@ -131,6 +133,12 @@ def test_ring_capacity_is_a_power_of_two() -> None:
         ({"max_verify_tokens": 17}, ValueError, r"max_verify_tokens: expected 1..16 .*, got 17"),
         ({"is_fold": torch.zeros(3, dtype=torch.int8)}, ValueError, r"is_fold: .* = \[2\], got"),
         ({"is_fold": torch.zeros(2)}, TypeError, "is_fold: expected dtype int8, got float32"),
+        ({"is_fold": [0, 1]}, TypeError, r"is_fold: expected a tensor \[B\], got list"),
+        (
+            {"is_fold": torch.zeros(4, dtype=torch.int8)[::2]},
+            ValueError,
+            "is_fold: expected a last stride of 1",
+        ),
         ({"out": torch.zeros(5, 4, 16)}, ValueError, r"out: .* = \[5, 4, 32\], got \[5, 4, 16\]"),
         ({"out": torch.zeros(5, 4, 32).int()}, TypeError, "out: expected dtype float32, .*, got"),
         ({"backend": "metal"}, ValueError, "backend: expected one of 'auto', .*, got 'metal'"),
@@ -155,12 +163,13 @@ def test_a_window_and_a_step_must_fit_in_the_ring() -> None:
     ("options", "text"),
     [
         ({"chunk_size": 0}, "chunk_size: expected at least 1, got 0"),
+        ({"max_seqlen": -1}, "max_seqlen: expected at least 0, got -1"),
         ({"backend": "metal"}, "backend: expected one of 'auto', .*, got 'metal'"),
     ],
 )
 def test_wrong_options_of_prefill(options: dict, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        gated_delta_rule.prefill(**arguments(), max_seqlen=3, **options)
+        gated_delta_rule.prefill(**arguments(), **({"max_seqlen": 3} | options))
 
 
 def pool_call() -> dict[str, object]:
@@ -225,6 +234,10 @@ def test_wrong_arguments_of_commit_and_decide_folds() -> None:
             commit(**{name: per_request[name].float()})
     with pytest.raises(ValueError, match="ring_capacity: expected a power of two, got 24"):
         commit(ring_capacity=24)
+    with pytest.raises(TypeError, match="ring_capacity: expected an integer, got '32'"):
+        commit(ring_capacity="32")
+    with pytest.raises(ValueError, match="history_len: expected a last stride of 1"):
+        commit(history_len=torch.zeros(14, dtype=torch.int32)[::2])
     with pytest.raises(ValueError, match="backend: expected one of"):
         commit(backend="none")
 
@@ -235,6 +248,12 @@ def test_wrong_arguments_of_commit_and_decide_folds() -> None:
         gated_delta_rule.decide_folds(
             per_slot["seq_len"], **step, max_window=16, ring_start=per_slot["seq_len"].float()
         )
+    for wrong, kind, text in (
+        (0, ValueError, "max_window: expected at least 1, got 0"),
+        (None, TypeError, "max_window: expected an integer, got None"),
+    ):
+        with pytest.raises(kind, match=text):
+            gated_delta_rule.decide_folds(per_slot["seq_len"], **step, max_window=wrong)
     with pytest.raises(TypeError, match="is_fold: expected dtype int8, got bool"):
         gated_delta_rule.decide_folds(
             per_slot["seq_len"], **(step | {"is_fold": step["is_fold"].bool()}), max_window=16

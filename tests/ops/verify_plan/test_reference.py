@@ -286,6 +286,12 @@ def small_call() -> dict:
         ({"calibration": torch.rand(2, 4)}, ValueError, "calibration: expected shape"),
         ({"calibration": torch.rand(4, 3).T}, ValueError, "calibration: expected a contiguous"),
         ({"backend": "cute"}, ValueError, "backend: expected one of"),
+        ({"backend": None}, TypeError, "backend: expected a text, got None"),
+        ({"num_rows": "6"}, TypeError, "num_rows: expected an integer, got '6'"),
+        ({"max_window": 0}, ValueError, "max_window: expected at least 1, got 0"),
+        ({"max_window": 16.0}, TypeError, "max_window: expected an integer, got 16.0"),
+        ({"slots": integers(0, 99)}, ValueError, "slots: expected slots below"),
+        ({"plan": None}, TypeError, "plan: expected a VerifyPlan, got NoneType"),
         (
             {"plan": VerifyPlan.create(max_requests=1, max_rows=6, max_drafts=3)},
             ValueError,
