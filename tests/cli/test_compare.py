@@ -123,6 +123,7 @@ def test_default_prompts_are_spread_over_the_held_out_texts(
         ("--max-tokens", "0"),
         ("--prompt-token-ids", "1,x"),
         ("--prompt-token-ids", ""),
+        ("--prompt-token-ids", "1,,2"),
         ("--prompt-token-ids", "1,2", "and a text"),
     ],
 )

@@ -64,9 +64,10 @@ _SAMPLING: dict[str, tuple[Any, str, str]] = {
     "repetition_penalty": (float, "R", "divides the logits of tokens seen before"),
     "frequency_penalty": (float, "F", "subtracted for each time a token was generated"),
     "presence_penalty": (float, "F", "subtracted once if a token was generated"),
-    "seed": (int, "S", "of the noise; drawn and shown if not given"),
+    "seed": (int, "S", "of the noise"),
 }
 _CLI_DEFAULTS = {"temperature": 0.0}
+_NUM_PROMPTS = 8  # of the package's, in compare
 
 
 class UsageError(ValueError):
@@ -225,9 +226,13 @@ def _add_sampling(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     known |= {**_CLI_DEFAULTS, **defaults}
     group = parser.add_argument_group("sampling")
     for name, (kind, metavar, what) in _SAMPLING.items():
-        shown = "" if known[name] is None else f" (default: {known[name]:g})"
+        default = "drawn and shown" if known[name] is None else f"{known[name]:g}"
         group.add_argument(
-            _flag(name), type=kind, default=known[name], metavar=metavar, help=what + shown
+            _flag(name),
+            type=kind,
+            default=known[name],
+            metavar=metavar,
+            help=f"{what} (default: {default})",
         )
     group.add_argument(
         "--stop",
@@ -370,12 +375,14 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kind",
         choices=PROMPT_KINDS,
-        default="code",
-        help="which of the package's prompts: %(choices)s (default: %(default)s)",
+        help=f"which of the package's prompts: %(choices)s (default: {PROMPT_KINDS[0]})",
         metavar="KIND",
     )
     group.add_argument(
-        "--num-prompts", type=int, default=8, metavar="N", help="how many (default: %(default)s)"
+        "--num-prompts",
+        type=int,
+        metavar="N",
+        help=f"how many of them (default: {_NUM_PROMPTS})",
     )
     group.add_argument(
         "--repeats",
@@ -412,11 +419,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if value is not None and value < 1:
             raise UsageError(f"{_flag(name)}: expected a positive number, got {value}")
     _settle_drafts(arguments)
+    if arguments.command == "compare":
+        _settle_prompts(arguments)
     if arguments.command == "generate" and not arguments.chat:
         for name in ("system", "chat_template", "template_args"):
             if getattr(arguments, name):
                 raise UsageError(f"{_flag(name).removesuffix('s')}: needs --chat")
     return arguments
+
+
+def _settle_prompts(arguments: argparse.Namespace) -> None:
+    """Fill in which of the package's prompts to run; refuse to choose where others are given."""
+    given = "PROMPT" if arguments.prompts else "--prompt-token-ids"
+    for name, default in (("kind", PROMPT_KINDS[0]), ("num_prompts", _NUM_PROMPTS)):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+        elif arguments.prompts or arguments.prompt_token_ids:
+            raise UsageError(f"{given} and {_flag(name)}: give one of them")
 
 
 def _settle_drafts(arguments: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import select
 import stat
 import sys
@@ -77,8 +78,8 @@ def _decoded(data: bytes, name: str) -> str:
 
 def parse_token_ids(text: str) -> list[int]:
     """Return the numbers of --prompt-token-ids; raises UsageError if there are none."""
-    words = text.replace(",", " ").split()
-    if not words:
+    words = re.split(r"\s*,\s*|\s+", text.strip())
+    if words == [""]:
         raise UsageError("--prompt-token-ids: expected token ids, got none")
     try:
         return [int(word) for word in words]
