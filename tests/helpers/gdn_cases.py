@@ -32,7 +32,15 @@ __all__ = [
 ]
 
 # a of every token (its own noise aside); A_log is 0 and dt_bias 0, so g is about -softplus(a)
-DECAYS = {"none": -100.0, "mild": -3.0, "medium": 0.0, "-30": 30.0, "-90": 90.0, "-200": 200.0}
+DECAYS = {
+    "none": -100.0,
+    "slow": -9.0,
+    "mild": -3.0,
+    "medium": 0.0,
+    "-30": 30.0,
+    "-90": 90.0,
+    "-200": 200.0,
+}
 
 
 @dataclass(frozen=True)
@@ -73,15 +81,29 @@ class Geometry:
 
 
 def poisoned(
-    shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", *, is_strided: bool = False
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    margins: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Return a tensor of NaN (-128 in int8); a strided one is a slice of a larger one of these."""
+    """Return a tensor of NaN (-128 in int8); with margins it is a slice of a larger one of these.
+
+    `margins` are the elements on both sides of each dimension.
+    """
     poison = torch.nan if dtype.is_floating_point else -128
-    if not is_strided:
+    if margins is None:
         return torch.full(shape, poison, dtype=dtype, device=device)
-    larger = (shape[0] + 2, *(size + 2 for size in shape[1:-1]), shape[-1] + 16)
+    larger = [size + 2 * margin for size, margin in zip(shape, margins, strict=True)]
     whole = torch.full(larger, poison, dtype=dtype, device=device)
-    return whole[tuple(slice(1, 1 + size) for size in shape)]
+    return whole[tuple(slice(m, m + size) for size, m in zip(shape, margins, strict=True))]
+
+
+def _assert_poison_around(part: Tensor) -> None:
+    """Raise AssertionError unless all that a strided view leaves out is NaN."""
+    whole = part._base.clone()
+    whole.as_strided(part.shape, part.stride(), part.storage_offset()).fill_(torch.nan)
+    assert whole.isnan().all()
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, mask: Tensor | None = None) -> None:
@@ -149,13 +171,25 @@ class Pools:
 
     @classmethod
     def create(
-        cls, geometry: Geometry, dtypes: Dtypes, device: str = "cpu", *, is_strided: bool = False
+        cls,
+        geometry: Geometry,
+        dtypes: Dtypes,
+        device: str = "cpu",
+        *,
+        is_strided: bool = False,
+        is_aligned: bool = False,
     ) -> Pools:
-        """Return pools full of NaN, cursors 0."""
+        """Return pools full of NaN, cursors 0.
+
+        Strided pools are slices of larger ones; aligned ones lie on 16-byte boundaries, and factors
+        of a head side by side.
+        """
         g, slots = geometry, geometry.num_slots
 
-        def pool(*shape: int, dtype: torch.dtype) -> Tensor:
-            return poisoned((slots, *shape), dtype, device, is_strided=is_strided)
+        def pool(*shape: int, dtype: torch.dtype, aligned: tuple[int, ...] = (16,)) -> Tensor:
+            inner = aligned if is_aligned else (1,) * len(aligned)
+            margins = (1,) * (1 + len(shape) - len(inner)) + inner
+            return poisoned((slots, *shape), dtype, device, margins=margins if is_strided else None)
 
         def cursor() -> Tensor:
             if not is_strided:
@@ -174,7 +208,8 @@ class Pools:
         state = pool(g.value_heads, g.value_dim, g.key_dim, dtype=dtypes.state)
         scale = None
         if dtypes.state == torch.int8:
-            scale = pool(g.value_heads, g.value_dim, g.key_dim // GROUP_SIZE, dtype=SCALE_DTYPE)
+            groups = g.key_dim // GROUP_SIZE
+            scale = pool(g.value_heads, g.value_dim, groups, dtype=SCALE_DTYPE, aligned=(8, 0))
         return cls(geometry, dtypes, state, ring, cursor(), scale)
 
     def tensors(self) -> list[Tensor]:
@@ -271,6 +306,8 @@ class Case:
         decay: name in `DECAYS`.
         history_gap: largest log-decay between live rows.
         magnitude: factor of q, k and v.
+        is_strided: whether rows, outputs and pools are slices of larger tensors.
+        is_aligned: whether strided pools lie on 16-byte boundaries.
     """
 
     name: str
@@ -285,6 +322,7 @@ class Case:
     magnitude: float = 1.0
     equal_keys: bool = False
     is_strided: bool = False
+    is_aligned: bool = False
     scale: float | None = None
     use_qk_l2norm: bool = True
     beta_scale: float = 1.0
@@ -309,7 +347,9 @@ class VerifyCall:
         g, count = case.geometry, len(case.lengths)
         self.slots = case.slots or tuple(range(g.num_slots - 1, g.num_slots - 1 - count, -1))
         starts = case.starts or (0,) * count
-        self.pools = Pools.create(g, case.dtypes, device, is_strided=case.is_strided)
+        self.pools = Pools.create(
+            g, case.dtypes, device, is_strided=case.is_strided, is_aligned=case.is_aligned
+        )
         for slot, start, history in zip(self.slots, starts, case.history, strict=True):
             if slot >= 0:
                 self.pools.fill_slot(slot, start, history, generator, case.history_gap)
@@ -347,8 +387,12 @@ class VerifyCall:
     def run(self, backend: str = "auto", **options: object) -> Tensor:
         """Call verify; keyword arguments override those of the case."""
         case = self.case
+        shape = (sum(case.lengths) + case.tail, *self.tokens.v.shape[1:])
         arguments = {
-            "max_verify_tokens": max(1, *case.lengths),
+            "out": poisoned(shape, case.dtypes.rows, self.device, margins=(1, 1, 8))
+            if case.is_strided
+            else None,
+            "max_verify_tokens": max((1, *case.lengths)),
             "is_fold": self.is_fold,
             "scale": case.scale,
             "use_qk_l2norm": case.use_qk_l2norm,
@@ -418,6 +462,8 @@ class VerifyCall:
             assert_same_bits(actual, old, ~mask)
         for actual, old in zip(pools.surroundings(), around, strict=True):
             assert_same_bits(actual, old)
+        if self.case.is_strided:
+            _assert_poison_around(out)
         return out
 
     def _bounds(self) -> list[tuple[int, int]]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from helpers import cuda_on_cpu
+from helpers.far_memory import far_apart
 from helpers.gdn_cases import Case, Dtypes, VerifyCall, assert_same_bits
 from helpers.gdn_kernel_cases import CUDA_CASES, CUDA_MODES, LARGE, NARROW
 from helpers.gdn_row_calls import RowCall
 from hybridspec.errors import UnsupportedError
-from hybridspec.ops.gated_delta_rule import launch_cuda
+from hybridspec.ops.gated_delta_rule import RingView, launch_cuda
 from hybridspec.ops.gated_delta_rule.launch_cuda import CudaConfig
 
 F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
@@ -40,8 +42,9 @@ def test_verify(case: Case, dtypes: Dtypes) -> None:
     [
         CudaConfig(splits=1, warps=2, blocks=1, evict_first=False),
         CudaConfig(splits=4, warps=4, blocks=1, evict_first=True),
+        CudaConfig(splits=2, warps=5, blocks=1, evict_first=True),
     ],
-    ids=["a-warp-a-head", "four-warps-a-head"],
+    ids=["a-warp-a-head", "four-warps-a-head", "spare-warps"],
 )
 def test_every_split_of_a_head(
     config: CudaConfig, dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch
@@ -62,6 +65,8 @@ def test_cursors_by_row(num_tokens: int, capacity: int, has_output: bool) -> Non
     call = RowCall(num_tokens, capacity, head_dim=128, dtype=BF16)
     call.compare("cuda", has_output, bound=4e-2, fold_threshold=13)
     call.ring_start = None
+    call.compare("cuda", has_output, bound=4e-2)
+    call.slots = None
     call.compare("cuda", has_output, bound=4e-2)
 
 
@@ -85,6 +90,56 @@ def test_fused_projections() -> None:
     assert_same_bits(call.run("cuda"), separate)
 
 
+def test_fp64_parameters() -> None:
+    call = VerifyCall(Case("fp64", (3,), (14,), geometry=NARROW, dtypes=CUDA_MODES[0]))
+    wide = {name: getattr(call.tokens, name).double() for name in ("A_log", "dt_bias")}
+    call.tokens = replace(call.tokens, **wide)
+    call.check("cuda", BF16)
+
+
+def fold_of_nothing(dtypes: Dtypes, log_decay: float) -> VerifyCall:
+    """A call that folds 16 rows without corrections into slot 0."""
+    case = Case("nothing", (2,), (16,), slots=(0,), geometry=NARROW, dtypes=dtypes)
+    call = VerifyCall(case)
+    call.pools.ring.u[0] = 0.0
+    call.pools.ring.cum_log_decay[0] = log_decay
+    return call
+
+
+@pytest.mark.parametrize("dtypes", CUDA_MODES, ids=str)
+def test_a_fold_that_adds_nothing_keeps_every_bit(dtypes: Dtypes) -> None:
+    call = fold_of_nothing(dtypes, 0.0)
+    state, *_, last = call.pools.copies()
+    call.run("cuda")
+    assert_same_bits(call.pools.state, state)
+    assert_same_bits(call.pools.tensors()[-1], last)  # factors where there are any
+
+
+def test_groups_that_vanish_or_are_not_finite() -> None:
+    call = fold_of_nothing(CUDA_MODES[3], -75.0)
+    call.pools.ring.u[0, 0, 3, 40] = torch.nan
+    call.run("cuda")
+    rows = torch.arange(64) != 40
+    assert not call.pools.state[0, 0, rows].any() and not call.pools.state_scale[0, 0, rows].any()
+    assert call.pools.checkpoint(0)[0, 40].isnan().all()
+
+
+def test_a_slot_past_two_to_the_32nd_element(tmp_path: Path) -> None:
+    geometry = replace(NARROW, num_slots=4)
+    case = Case("far", (3,), (14,), (29,), slots=(3,), geometry=geometry, dtypes=CUDA_MODES[0])
+    near, call = VerifyCall(case), VerifyCall(case)
+    ring = call.pools.ring
+    pools = [call.pools.state, ring.k, ring.u, ring.cum_log_decay]
+    far = [far_apart(pool, 4, 3 * 2**29, tmp_path / str(i)) for i, pool in enumerate(pools)]
+    for there, here in zip(far, pools, strict=True):
+        there[3] = here[3]
+    call.pools.state = far[0]
+    call.pools.ring = replace(ring, k=far[1], u=far[2], cum_log_decay=far[3])
+    assert_same_bits(call.run("cuda"), near.run("cuda"))
+    for there, here in zip(far, near.pools.tensors(), strict=False):
+        assert_same_bits(there[3], here[3])
+
+
 @pytest.mark.parametrize(
     ("case", "dtypes", "reason"),
     [
@@ -94,6 +149,13 @@ def test_fused_projections() -> None:
         (Case("fp32", (1,), (0,), geometry=NARROW), Dtypes(F32, F32, F32), "q has dtype float32"),
         (Case("ring", (1,), (0,), geometry=NARROW), Dtypes(BF16, BF16, F16), "ring.k has dtype"),
         (Case("state", (1,), (0,), geometry=NARROW), Dtypes(BF16, F16, BF16), "state has dtype"),
+        (Case("wide", (1,), (0,), geometry=NARROW), Dtypes(F16, F32, F16), "state has dtype fl"),
+        (Case("V320", (1,), (0,), geometry=replace(NARROW, value_dim=320)), CUDA_MODES[0], "320"),
+        (
+            Case("W17", (1,), (0,), geometry=replace(NARROW, max_window=17)),
+            CUDA_MODES[0],
+            "max_window is 17",
+        ),
         (Case("off", (1,), (0,), geometry=NARROW, is_strided=True), CUDA_MODES[0], "16-byte"),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else None,
@@ -101,3 +163,68 @@ def test_fused_projections() -> None:
 def test_what_it_refuses(case: Case, dtypes: Dtypes, reason: str) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         VerifyCall(case.using(dtypes)).run("cuda")
+
+
+def apart(*shape: int, step: int = 2) -> torch.Tensor:
+    """Zeros whose neighbours in the last dimension are `step` elements apart."""
+    return torch.zeros(*shape[:-1], step * shape[-1])[..., ::step]
+
+
+CALL = {
+    "q": torch.zeros(2, 1, 128, dtype=BF16),
+    "k": torch.zeros(2, 1, 128, dtype=BF16),
+    "v": torch.zeros(2, 1, 64, dtype=BF16),
+    "a": torch.zeros(2, 1),
+    "b": torch.zeros(2, 1),
+    "state": torch.zeros(3, 1, 64, 128, dtype=BF16),
+    "out": torch.zeros(2, 1, 64, dtype=BF16),
+}
+RING = {
+    "k": torch.zeros(3, 1, 32, 128, dtype=BF16),
+    "u": torch.zeros(3, 1, 32, 64, dtype=BF16),
+    "cum_log_decay": torch.zeros(3, 1, 32),
+    "ring_start": torch.zeros(3, dtype=torch.int32),
+    "history_len": torch.zeros(3, dtype=torch.int32),
+}
+SHIFTED = torch.zeros(2 * 128 + 4, dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"b": CALL["b"].bfloat16()}, "a and b have dtypes float32 and bfloat16"),
+        ({"out": CALL["out"].float()}, "out has dtype float32, q has bfloat16"),
+        ({"cum_log_decay": RING["cum_log_decay"].double()}, "cum_log_decay is not fp32"),
+        ({"cum_log_decay": apart(3, 1, 32)}, "cum_log_decay is not fp32 with a last stride of 1"),
+        ({"q": SHIFTED[4:].view(2, 1, 128)}, "q does not lie on 16-byte boundaries"),
+        ({"out": SHIFTED[4:132].view(2, 1, 64)}, "out does not lie on 16-byte boundaries"),
+        ({"v": SHIFTED[:136].as_strided((2, 1, 64), (68, 68, 1))}, "v does not lie on 16-byte"),
+        (
+            {"state": torch.empty(2, 1, 2**24, 128, dtype=BF16, device="meta")[:, :, :64]},
+            "state has a stride of 4294967296 bytes",
+        ),
+    ],
+)
+def test_what_it_says_of_tensors(changes: dict[str, torch.Tensor], reason: str) -> None:
+    def explain(**changed: torch.Tensor) -> str | None:
+        ring = RingView(**{name: changed.pop(name, tensor) for name, tensor in RING.items()})
+        return launch_cuda.explain_tensors(**CALL | changed, ring=ring, max_verify_tokens=4)
+
+    assert explain() is None
+    assert reason in explain(**changes)
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [
+        torch.zeros(3, 1, 64, 8, dtype=BF16)[..., :4],
+        torch.zeros(3 * 256 + 4, dtype=BF16)[4:].view(3, 1, 64, 4),
+        torch.zeros(3, 260, dtype=BF16)[:, :256].view(3, 1, 64, 4),
+    ],
+    ids=["rows", "address", "slots"],
+)
+def test_factors_that_lie_apart(factors: torch.Tensor) -> None:
+    geometry = replace(NARROW, num_slots=3)
+    call = VerifyCall(Case("factors", (1,), (0,), geometry=geometry, dtypes=CUDA_MODES[3]))
+    with pytest.raises(UnsupportedError, match="state_scale: the CUDA kernel takes factors of"):
+        call.run("cuda", state_scale=factors)
