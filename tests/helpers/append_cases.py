@@ -18,6 +18,8 @@ CASES = {
     "padding": ([2, 3, 1], [7, 0, 2], [-1, 3, -1], {"tail_rows": 3}),
     "slot caches": ([2, 4], [17, 3], [5, 0], {"page_size": 64, "head_dim": 48}),
     "heads": ([3], [6], [1], {"num_query_heads": 6, "num_kv_heads": 3}),
+    "nobody": ([], [], [], {"tail_rows": 2}),
+    "no rows at all": ([0, 0], [4, 0], [1, -1], {}),
 }
 
 
@@ -47,11 +49,11 @@ def check_append(name: str, dtypes: tuple[torch.dtype, torch.dtype], device: str
 
 
 def moved(batch: AttentionBatch, device: str) -> AttentionBatch:
-    """The same batch in fresh memory of a device; rows and pages stay strided."""
+    """The same batch in fresh memory of a device; rows and pages each have strides of their own."""
 
-    def strided(tensor: Tensor) -> Tensor:
-        wide = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 16), torch.nan)
-        view = wide.to(device)[..., 8:-8]
+    def strided(tensor: Tensor, gap: int) -> Tensor:
+        wide = tensor.new_full((*(size + gap for size in tensor.shape),), torch.nan)
+        view = wide.to(device)[tuple(slice(gap // 2, gap // 2 + size) for size in tensor.shape)]
         view.copy_(tensor)
         return view
 
@@ -59,6 +61,6 @@ def moved(batch: AttentionBatch, device: str) -> AttentionBatch:
     integers = ("page_table", "seq_len", "cu_seqlens", "slots")
     return replace(
         batch,
-        **{name: strided(getattr(batch, name)) for name in names},
+        **{name: strided(getattr(batch, name), 8 * i + 8) for i, name in enumerate(names)},
         **{name: getattr(batch, name).to(device) for name in integers},
     )

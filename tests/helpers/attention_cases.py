@@ -79,10 +79,10 @@ class AttentionBatch:
         moved = {}
         for name in ("page_table", "seq_len", "cu_seqlens", "slots"):
             moved[name] = getattr(self, name).to(device)
-        pool, rows = self.k_pages._base.to(device), self.q._base.to(device)
+        bases: dict[int, Tensor] = {}
         for name in ("q", "k", "v", "k_pages", "v_pages"):
             mine = getattr(self, name)
-            base = rows if name in ("q", "k", "v") else pool
+            base = bases.setdefault(id(mine._base), mine._base.to(device))
             moved[name] = base.as_strided(mine.shape, mine.stride(), mine.storage_offset())
         return replace(self, **moved)
 
@@ -108,7 +108,10 @@ def make_attention_batch(
     page_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> AttentionBatch:
-    """Build a batch whose q, k, v and pages are strided views of larger allocations."""
+    """Build a batch whose rows and pages are strided views of larger allocations.
+
+    q and k lie in one, v in another with other strides.
+    """
     generator = torch.Generator().manual_seed(seed)
     page_dtype = page_dtype or dtype
 
@@ -120,8 +123,10 @@ def make_attention_batch(
         bounds.append(bounds[-1] + length)
     num_rows = bounds[-1] + tail_rows
     heads = num_query_heads + 2 * num_kv_heads
-    fused = torch.full((num_rows, heads + 1, head_dim + 4), math.nan, dtype=dtype)[:, 1:, 2:-2]
-    q, k, v = fused.split((num_query_heads, num_kv_heads, num_kv_heads), dim=1)
+    rows = torch.full((num_rows, heads, head_dim + 4), math.nan, dtype=dtype)[:, :, 2:-2]
+    q, k = rows[:, num_kv_heads:].split((num_query_heads, num_kv_heads), dim=1)
+    v = torch.full((num_rows, num_kv_heads + 2, head_dim + 8), math.nan, dtype=dtype)
+    v = v[:, 1:-1, 4:-4]
 
     needed = [-(-(p + n) // page_size) for n, p in zip(lengths, positions, strict=True)]
     num_pages, max_pages = sum(needed) + 3, max(needed, default=0) + 2
@@ -141,7 +146,9 @@ def make_attention_batch(
             past.append(random(position, num_kv_heads, head_dim).to(pages.dtype))
         if slot < 0:
             continue
-        fused[bounds[index] : bounds[index + 1]] = random(lengths[index], heads, head_dim).to(dtype)
+        mine = slice(bounds[index], bounds[index + 1])
+        for tensor in (q, k, v):
+            tensor[mine] = random(lengths[index], *tensor.shape[1:]).to(dtype)
         seq_len[slot] = position
         for entry in range(needed[index]):
             page_table[slot, entry] = free.pop(0)
@@ -200,7 +207,12 @@ def expected_pages(batch: AttentionBatch) -> tuple[Tensor, Tensor]:
 
 
 def check_verify(
-    batch: AttentionBatch, run: Callable[..., object], *, device: str = "cpu", **options: object
+    batch: AttentionBatch,
+    run: Callable[..., object],
+    *,
+    device: str = "cpu",
+    scale: float | None = None,
+    **options: object,
 ) -> None:
     """Compare a launch with the loops: every output, every page element, nothing of nobody's.
 
@@ -208,13 +220,15 @@ def check_verify(
         batch: on the CPU.
         run: called with the arguments of a backend's `verify` and the options.
         device: where to run.
+        scale: factor of the scores; None is the usual one.
         **options: passed on.
     """
-    right, pages = expected_output(batch), expected_pages(batch)
-    plain = expected_output(batch, dtype=batch.q.dtype)
+    scale = batch.q.shape[2] ** -0.5 if scale is None else scale
+    right, pages = expected_output(batch, scale=scale), expected_pages(batch)
+    plain = expected_output(batch, scale=scale, dtype=batch.q.dtype)
     moved = batch.to(device)
     out = torch.full(batch.q.shape, math.nan, dtype=batch.q.dtype, device=device)
-    run(*moved.tensors, max(batch.longest, 1), batch.q.shape[2] ** -0.5, out, **options)
+    run(*moved.tensors, max(batch.longest, 1), scale, out, **options)
     # Twice the error of PyTorch in that dtype; sums in another order round differently in fp32.
     allowed = 2 * (plain.double() - right).abs().max() + 8 * torch.finfo(torch.float32).eps
     assert (out.cpu().double() - right).abs().max() <= allowed

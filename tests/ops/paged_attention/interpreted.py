@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from helpers.attention_cases import BATCHES, check_verify, make_attention_batch
+from helpers.far_memory import far_apart
 from hybridspec.ops.paged_attention import launch
 
 F32, F16 = torch.float32, torch.float16
@@ -15,6 +18,15 @@ CONFIG = launch.LaunchConfig(
     block_m=16, block_n=16, columns=64, num_stages=2, num_warps=4, num_programs=4,
     finish_programs=2, is_overlapped=False,
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_poison() -> Iterator[None]:
+    """Fill tensors that nobody has written with NaN and the largest integers."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 32])
@@ -57,6 +69,28 @@ def test_wide_integers_and_strided_tables() -> None:
     check_verify(replace(batch, page_table=table[:, ::2], **wide), launch.verify, config=CONFIG)
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1.7])
+def test_scales(scale: float) -> None:
+    make = {"lengths": [4, 2], "positions": [30, 0], "slots": [1, 5], "dtype": F32}
+    check_verify(make_attention_batch(**make), launch.verify, scale=scale, config=CONFIG)
+
+
+def test_pages_past_two_to_the_31st_element(tmp_path: Path) -> None:
+    batch = make_attention_batch([4], [30], [2], page_size=16, dtype=F16)
+    far = {}
+    for name in ("k_pages", "v_pages"):
+        pages = getattr(batch, name)
+        far[name] = far_apart(pages, len(pages), 2**30, tmp_path / name)
+        far[name].copy_(pages)
+    assert batch.page_table[2, :3].max() >= 2
+    check_verify(replace(batch, **far), launch.verify, config=CONFIG)
+
+
+def test_no_requests() -> None:
+    batch = make_attention_batch([], [], [], tail_rows=3, dtype=F32)
+    check_verify(batch, launch.verify, config=CONFIG)
+
+
 def test_refusals_say_why() -> None:
     batch = make_attention_batch([2], [3], [1], dtype=F32)
     out = torch.empty(2, 4, 16)
@@ -64,11 +98,13 @@ def test_refusals_say_why() -> None:
     half = replace(batch, k_pages=batch.k_pages.half(), v_pages=batch.v_pages.half())
     apart = replace(batch, v_pages=batch.v_pages.contiguous())
     transposed = torch.empty(2, 16, 4).transpose(1, 2)
+    many = replace(batch, slots=torch.zeros(4097, dtype=torch.int32))
     for arguments, reason in (
         ((*half.tensors, out, 2), "k_pages has dtype float16, q has float32"),
         ((*apart.tensors, out, 2), "v_pages has strides"),
         ((*batch.tensors, transposed, 2), "out has strides"),
         ((*batch.tensors, out, 17), "max_verify_tokens is 17"),
+        ((*many.tensors, out, 2), "slots: 4097 requests, the kernel takes up to 4096"),
         ((*batch.tensors[:4], batch.v_pages.double(), *batch.tensors[5:], out, 2), "v_pages has"),
     ):
         assert reason in launch.explain_verify(*arguments)

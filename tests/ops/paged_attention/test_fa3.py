@@ -20,7 +20,7 @@ from helpers.attention_cases import (
 from helpers.fake_fa3 import FakeFa3, fa3_build
 from helpers.triton_process import run_interpreted
 from hybridspec.ops.paged_attention import fa3
-from hybridspec.ops.verify_plan import VerifyPlan, build_params
+from hybridspec.ops.verify_plan import VerifyPlan, build_params, copy_page_table
 
 BATCHES = {
     "one row": ([1], [9], [2]),
@@ -57,6 +57,20 @@ def test_equals_the_oracle(name: str, has_pages: bool, monkeypatch: pytest.Monke
     torch.testing.assert_close(batch.v_pages, v_pages, rtol=0, atol=0, equal_nan=True)
     [call] = fake.calls
     assert (call["page_table"] is not None) == has_pages
+
+
+def test_padding_has_no_row_of_the_page_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that copy rows take no -1."""
+    fa3_build(monkeypatch, "flash_attn_interface")
+    asked: list[int] = []
+
+    def copy(page_table: Tensor, source: Tensor, requests: Tensor) -> None:
+        asked.extend(requests.tolist())
+        copy_page_table(page_table, source, requests)
+
+    monkeypatch.setattr(fa3, "copy_page_table", copy)
+    attend(batch_of("padding", has_pages=True))
+    assert asked[1] == 3 and min(asked) >= 0
 
 
 @pytest.mark.parametrize("group", [(1, 1), (8, 1), (6, 3)], ids=str)

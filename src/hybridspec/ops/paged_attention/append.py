@@ -96,7 +96,7 @@ def launch_append(
         is_dead=torch.empty(num_rows, dtype=torch.bool, device=k.device),
     )
     if num_rows == 0 or num_requests == 0:
-        return rows
+        return AppendedRows(rows.kv_len.zero_(), rows.first_page.zero_(), rows.is_dead.fill_(True))
     with torch.cuda.device_of(k):
         append_kernel[(num_rows, num_heads)](
             k, v, k_pages, v_pages, *rows, page_table, seq_len, cu_seqlens, slots, num_requests,
