@@ -29,23 +29,30 @@ def make_heads(
     wide: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x (a strided view with NaN around it), weight, cos, sin."""
+    """x, weight, cos, sin: views with NaN around them, of different strides."""
     num_rows, num_heads, head_dim, rotary = case
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    fused = torch.full((num_rows, num_heads * head_dim + 32), math.nan, dtype=dtype)
-    x = fused[:, 16:-16].view(num_rows, num_heads, head_dim)
-    x.copy_(3 * random(num_rows, num_heads, head_dim))
+    def surrounded(values: Tensor, dtype: torch.dtype, gap: int) -> Tensor:
+        sizes = values.shape[1:]
+        wide = torch.full((len(values), *(n + 2 * gap for n in sizes)), math.nan, dtype=dtype)
+        part = wide.to(device)[(slice(None), *(slice(gap, gap + n) for n in sizes))]
+        return part.copy_(values)
+
+    x = 3 * random(num_rows, num_heads, head_dim)
     angles = 10 * random(num_rows, 1, rotary // 2)
     cos = torch.cat((angles.cos(), angles.cos()), -1)
     sin = torch.cat((-angles.sin(), angles.sin()), -1)
     weight = random(num_heads, head_dim)
-    fused = fused.to(device)
-    x = fused[:, 16:-16].view(num_rows, num_heads, head_dim)
-    return x, weight.to(device, wide), cos.to(device, wide), sin.to(device, wide)
+    return (
+        surrounded(x, dtype, 16),
+        surrounded(weight, wide, 8),
+        surrounded(cos, wide, 4),
+        surrounded(sin, wide, 12),
+    )
 
 
 def expected(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
