@@ -10,12 +10,24 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --disable-plugin-autoload -p xdist -p timeout \
 	-p hypothesispytest -n $(JOBS) --dist worksteal --timeout 300
 
-.PHONY: help demo test test-full lint format clean
+# On a machine with a GPU, with the chosen Python's own torch, Triton and pytest (plugins xdist,
+# timeout, hypothesis), not .venv. Compiling kernels takes most of the time, so every core gets a
+# worker; each works through neighbouring tests, which share kernels, and Triton's cache on disk
+# serves all. A stuck kernel can only be left by ending its process.
+GPU_JOBS ?= $(shell nproc)
+SHARD = $(sort $(shell grep -rl --include='test_*.py' 'mark[.]gpu' tests))
+GPU_RESULTS ?= benchmarks/results/gpu_tests.json
+GPU_PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONPATH=src:tests$${PYTHONPATH:+:$$PYTHONPATH} \
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p xdist -p timeout -p hypothesispytest -p gpu_results \
+	-n $(GPU_JOBS) --dist worksteal --timeout 120 --timeout-method thread -m gpu
+
+.PHONY: help demo test test-full test-gpu lint format clean
 
 help:
 	@echo 'make demo       generate with the bundled model, then compare with plain decoding'
 	@echo 'make test       linters and tests, at most 10 minutes on 2 cores'
 	@echo 'make test-full  linters and all tests that need no GPU; writes tests/results/test-full.txt'
+	@echo 'make test-gpu   tests on a GPU with PYTHON as it is; SHARD=paths runs a part'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     ruff format and the fixes that ruff can make'
 	@echo 'make clean      remove the virtual environment and caches'
@@ -42,6 +54,9 @@ test: .venv/.ready-dev
 test-full: lint
 	@mkdir -p tests/results
 	@$(PYTEST) -m 'not gpu' --timeout 1800 --result-file tests/results/test-full.txt
+
+test-gpu:
+	@$(GPU_PYTEST) --gpu-results=$(GPU_RESULTS) $(SHARD)
 
 lint: .venv/.ready-dev
 	@$(BIN)/ruff check .

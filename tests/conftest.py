@@ -6,6 +6,8 @@ import datetime
 import os
 import platform
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,29 @@ ROOT = Path(__file__).resolve().parent.parent
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --result-file, which keeps the outcome of a run as a text file."""
     parser.addoption("--result-file", metavar="FILE", help="write the outcome of the run to FILE")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail GPU tests where there is no GPU: whoever selects them means to run them."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.fail("needs a CUDA device, torch finds none", pytrace=False)
+
+
+@pytest.fixture
+def large_memory() -> Iterator[None]:
+    """Let one worker at a time take many GiB of the device, and give them back."""
+    import fcntl
+
+    import torch
+
+    with open(Path(tempfile.gettempdir()) / "hybridspec-large-memory.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
 
 
 def pytest_terminal_summary(

@@ -20,7 +20,7 @@ def test_options_mixed_at_random() -> None:
     params = [replace(random_params(rng), draft_tokens=None) for _ in texts]
 
     def generated(device: str, k: int) -> list[list[list[int]]]:
-        llm = LLM("bundled", device=device, dtype="float32", draft_tokens=k)
+        llm = LLM("bundled", device=device, dtype="float32", draft_tokens=k, max_model_len=1024)
         results = llm.generate(texts, params)
         for result, one in zip(results, params, strict=True):
             assert (result.prompt_logprobs is None) == (one.prompt_logprobs is None)

@@ -12,8 +12,9 @@ pytestmark = pytest.mark.gpu
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-@pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize(
+    ("name", "activation"), [*((name, "silu") for name in BATCHES), ("ragged", None)]
+)
 def test_verify(name: str, activation: str | None) -> None:
     check_kernel(name, (F32, F32), activation, "cuda", 1e-5)
 

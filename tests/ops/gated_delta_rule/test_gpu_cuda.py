@@ -21,9 +21,14 @@ def operand(dtypes: Dtypes) -> torch.dtype:
     return torch.float16 if dtypes.rows == torch.float16 else BF16
 
 
+def geometry_of(case: Case) -> tuple[int, int, int]:
+    return case.geometry.value_dim, case.geometry.value_heads, case.geometry.heads
+
+
+# By kernel: what is compiled here is kept for the process alone, and workers take neighbours.
+@pytest.mark.parametrize("case", sorted(CUDA_CASES, key=geometry_of), ids=lambda case: case.name)
 @pytest.mark.parametrize("dtypes", CUDA_MODES, ids=str)
-@pytest.mark.parametrize("case", CUDA_CASES, ids=lambda case: case.name)
-def test_verify(case: Case, dtypes: Dtypes) -> None:
+def test_verify(dtypes: Dtypes, case: Case) -> None:
     VerifyCall(case.using(dtypes), "cuda").check("cuda", operand(dtypes))
 
 
@@ -56,6 +61,7 @@ def test_auto_takes_it() -> None:
     assert_same_bits(chosen, call.run("cuda"))
 
 
+@pytest.mark.usefixtures("large_memory")
 def test_a_slot_past_two_to_the_31st_element() -> None:
     case = Case("far", (4,), (14,), (29,), slots=(1,), dtypes=CUDA_MODES[0])
     case = replace(case, geometry=replace(LARGE, heads=16, value_heads=64, num_slots=2))

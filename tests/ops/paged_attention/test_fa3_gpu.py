@@ -165,6 +165,7 @@ def test_integers_of_64_bits_and_another_scale() -> None:
     assert not torch.allclose(found, attend(batch), atol=2e-2)
 
 
+@pytest.mark.usefixtures("large_memory")
 def test_caches_past_2_31_elements() -> None:
     batch = make_caches([4, 1], [33_000, 90], [0, 33], num_slots=34, capacity=1 << 17)
     assert batch.k_pages.numel() > 2**31 and int(batch.page_table[0, 0]) == 33

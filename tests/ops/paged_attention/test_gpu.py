@@ -20,9 +20,9 @@ pytestmark = pytest.mark.gpu
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("name", BATCHES)
-def test_batches(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_batches(dtype: torch.dtype, name: str) -> None:
     batch = make_attention_batch(**BATCHES[name], page_size=16, head_dim=64, dtype=dtype)
     check_verify(batch, launch.verify, device="cuda")
 
@@ -148,6 +148,7 @@ def test_one_page_per_slot() -> None:
     check(call, run(call, 4))
 
 
+@pytest.mark.usefixtures("large_memory")
 def test_pages_past_two_to_the_31_elements() -> None:
     call = Large(lengths=[4, 3], positions=[1000, 77]).build()
     offset = 2**31 // call["k_pages"][0].numel()
