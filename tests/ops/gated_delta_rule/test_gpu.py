@@ -54,8 +54,10 @@ def modes_of(case: Case) -> tuple[str, ...]:
 
     Cases of one geometry differ in their data alone and share a kernel of each mode. What has a
     kernel of its own runs with 16-bit and with exact operands; where tile sizes depend on the
-    state's dtype too, also with an fp32 state.
+    state's dtype too, also with an fp32 state. Numbers of heads only move addresses.
     """
+    if "ratio" in case.name:
+        return ("bf16",) if case in MODEL_CASES else ("fp32",)
     if max(case.lengths) > 8 or case.geometry.key_dim > 128:
         return ("bf16", "fp32_state", "fp32")
     is_shared = case.geometry in (SMALL, MODEL) and case.use_qk_l2norm and not case.is_strided
@@ -83,7 +85,7 @@ def test_without_is_fold_the_checkpoints_are_not_written(mode: str) -> None:
     VerifyCall(case, "cuda").check("triton", operand(MODES[mode]), is_fold=None)
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp16_io", "fp32_state", "fp32"])
+@pytest.mark.parametrize("mode", ["bf16", "fp32_state", "fp32"])
 def test_sessions(mode: str) -> None:
     session = Session(
         Geometry(1, 3, 64, 32), MODES[mode], num_requests=3, starts=[30, 5, 17],
