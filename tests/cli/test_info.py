@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -27,6 +28,17 @@ def test_facts(cli: Callable, fake: FakeLLM) -> None:
         "requests that fit 7 of 1,000 tokens",
     ):
         assert expected in lines
+
+
+def test_long_facts_in_a_terminal(
+    cli: Callable, fake: FakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not fit stands below the value, not below the name."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", cli("info").out)
+    row = "  Gated DeltaNet        2 key heads of 64, 4 value heads of"
+    assert f"{row}\n{'':24}64, convolution of 4\n" in plain
 
 
 def test_snapshots_are_no_topic_without_drafts(cli: Callable, fake: FakeLLM) -> None:

@@ -34,9 +34,18 @@ def run(arguments: argparse.Namespace) -> int:
             console.print()
         console.print(title, style="bold")
         for name, value in rows:
-            line = Text("  ").append(f"{name:<{_NAME_WIDTH - 2}}", "dim").append(value)
-            console.print(line, soft_wrap=not console.is_terminal)
+            _print_row(console, name, value)
     return 0
+
+
+def _print_row(console: PlainConsole, name: str, value: str) -> None:
+    """Print a fact; in a terminal, what does not fit in its line stands below the value."""
+    width = max(console.width - _NAME_WIDTH, 16) if console.is_terminal else len(value) + 1
+    for part in Text(value).wrap(console, width):
+        part.rstrip()
+        line = Text("  ").append(f"{name:<{_NAME_WIDTH - 2}}", "dim").append(part)
+        console.print(line, soft_wrap=True)
+        name = ""
 
 
 def sections(info: EngineInfo) -> dict[str, list[tuple[str, str]]]:

@@ -111,7 +111,7 @@ def backends_in_use(pools: Pools, attention: AttentionChoice) -> dict[str, tuple
 def _named(reason: str | None) -> tuple[str, str]:
     if reason is None:
         return "triton", _SERVES
-    return "reference", f"plain PyTorch; not Triton: {reason}"
+    return "reference", f"plain PyTorch; not triton: {reason}"
 
 
 def _gdn_choice(pools: Pools) -> tuple[str, str]:

@@ -104,9 +104,10 @@ def explain_verify(
     max_verify_tokens: int,
 ) -> str | None:
     """Say why the CUDA kernel cannot serve a verify call, or return None."""
-    target = capability(q)
-    if target not in _TARGETS:
-        return "it was measured on sm_90 only" if q.is_cuda else "q is not on a CUDA device"
+    if not q.is_cuda:
+        return "the tensors are not on a CUDA device"
+    if capability(q) not in _TARGETS:
+        return "it was measured on sm_90 only"
     return explain_compiler() or explain_tensors(q, k, v, a, b, state, ring, out, max_verify_tokens)
 
 
