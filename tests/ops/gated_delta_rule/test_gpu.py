@@ -58,7 +58,7 @@ def modes_of(case: Case) -> tuple[str, ...]:
     """
     if "ratio" in case.name:
         return ("bf16",) if case in MODEL_CASES else ("fp32",)
-    if max(case.lengths) > 8 or case.geometry.key_dim > 128:
+    if max(case.lengths, default=0) > 8 or case.geometry.key_dim > 128:
         return ("bf16", "fp32_state", "fp32")
     is_shared = case.geometry in (SMALL, MODEL) and case.use_qk_l2norm and not case.is_strided
     return tuple(MODES) if is_shared else ("bf16", "fp32")
