@@ -37,6 +37,11 @@ BATCHES: dict[str, dict] = {
         "tail_rows": 3,
     },
     "nobody": {"lengths": [2, 0], "positions": [3, 3], "slots": [-1, 0], "tail_rows": 2},
+    "room left": {
+        "lengths": [3, 1, 0, 0], "positions": [17, 5, 0, 0], "slots": [2, 0, -1, -1],
+        "tail_rows": 4,
+    },
+    "odd lengths": {"lengths": [5, 6, 7], "positions": [30, 11, 26], "slots": [4, 5, 0]},
     "wide group": {
         "lengths": [8, 2, 5], "positions": [31, 40, 5], "slots": [1, 0, 4],
         "num_query_heads": 16, "num_kv_heads": 1,

@@ -59,6 +59,7 @@ CUDA_CASES = [
     Case("ragged", (4, 0, 1, 8, 3), (12, 3, 16, 9, 0), (30, 0, 7, 25, 1), geometry=LARGE),
     Case("ends-empty", (0, 6, 7, 0), (4, 11, 3, 9), (1, 28, 0, 5), geometry=NARROW),
     Case("padding-tail", (2, 3, 1), (4, 0, 6), slots=(5, -1, 2), tail=5, geometry=LARGE),
+    Case("room-left", (3, 1, 0, 0), (14, 2, 0, 0), slots=(2, 0, -1, -1), tail=4, geometry=NARROW),
     Case("all-fold", (4, 4), (13, 16), (1, 30), geometry=LARGE),
     Case("fold-nothing", (2,), (0,), folds=(True,), geometry=NARROW),
     Case("options", (3,), (4,), use_qk_l2norm=False, scale=0.1, beta_scale=2.0, geometry=NARROW),

@@ -51,7 +51,11 @@ def test_every_split_of_a_head(
 ) -> None:
     monkeypatch.setattr(launch_cuda, "choose_config", lambda *sizes: config)
     case = Case("split", (3, 2, 1), (15, 4, 0), slots=(3, 1, -1), tail=2, geometry=LARGE)
-    VerifyCall(case.using(dtypes)).check("cuda", operand(dtypes))
+    call = VerifyCall(case.using(dtypes))
+    # Behind the batch lies what could be a fourth request.
+    call.slot_tensor = torch.tensor([3, 1, -1, 0], dtype=torch.int32)[:3]
+    call.cu_seqlens = torch.tensor([0, 3, 5, 6, 8], dtype=torch.int32)[:4]
+    call.check("cuda", operand(dtypes))
 
 
 def test_without_is_fold_the_checkpoints_are_not_written() -> None:
@@ -94,6 +98,17 @@ def test_fp64_parameters() -> None:
     call = VerifyCall(Case("fp64", (3,), (14,), geometry=NARROW, dtypes=CUDA_MODES[0]))
     wide = {name: getattr(call.tokens, name).double() for name in ("A_log", "dt_bias")}
     call.tokens = replace(call.tokens, **wide)
+    call.check("cuda", BF16)
+
+
+def test_fp32_states_are_read_with_more_than_16_bits() -> None:
+    """Differences of columns that agree in their first 16 bits."""
+    call = VerifyCall(Case("bits", (1,), (0,), slots=(2,), geometry=NARROW, dtypes=CUDA_MODES[2]))
+    q, k = torch.zeros(2, 1, 1, 128, dtype=BF16)
+    q[..., 0], q[..., 1], k[..., 2] = 1.0, -1.0, 1.0
+    call.tokens = replace(call.tokens, q=q, k=k)
+    call.pools.state[2, 0, :, 0] = 1 + torch.arange(64) / 4096
+    call.pools.state[2, 0, :, 1] = 1.0
     call.check("cuda", BF16)
 
 

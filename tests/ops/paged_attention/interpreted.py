@@ -80,8 +80,7 @@ def test_pages_past_two_to_the_31st_element(tmp_path: Path) -> None:
     far = {}
     for name in ("k_pages", "v_pages"):
         pages = getattr(batch, name)
-        far[name] = far_apart(pages, len(pages), 2**30, tmp_path / name)
-        far[name].copy_(pages)
+        far[name] = far_apart(pages, len(pages), 2**30, tmp_path / name).copy_(pages)
     assert batch.page_table[2, :3].max() >= 2
     check_verify(replace(batch, **far), launch.verify, config=CONFIG)
 

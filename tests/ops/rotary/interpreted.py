@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from helpers.rotary_cases import CASES, check_kernel
+from helpers.far_memory import far_apart
+from helpers.rotary_cases import CASES, EPS, check_kernel, make_heads
+from hybridspec.ops.rotary import norm_and_rotate
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -15,3 +19,11 @@ def test_kernel(name: str) -> None:
 
 def test_16_bits() -> None:
     check_kernel("odd sizes", torch.float16, "cpu", 1e-3)
+
+
+def test_rows_past_two_to_the_31st_element(tmp_path: Path) -> None:
+    x, *rest = make_heads((3, 2, 32, 8), torch.float16)
+    far = [far_apart(x, 3, 2**30, tmp_path / name) for name in ("x", "out")]
+    far[0].copy_(x)
+    norm_and_rotate(far[0], *rest, eps=EPS, out=far[1], backend="triton")
+    assert torch.equal(far[1], norm_and_rotate(x, *rest, eps=EPS, backend="triton"))
