@@ -19,11 +19,13 @@ HERE = Path(__file__).parent
 class CpuKernel:
     """Stands in for `hybridspec.ops._nvrtc.Kernel`."""
 
-    def __init__(self, library: Path) -> None:
-        self._run = ctypes.CDLL(str(library)).run
+    def __init__(self, library: Path, threads: int, shared_bytes: int) -> None:
+        functions = ctypes.CDLL(str(library))
+        assert functions.threads() == threads
+        self._run, self._shared_bytes = functions.run, shared_bytes
 
     def launch(self, num_blocks: int, params: ctypes.Structure) -> None:
-        self._run(ctypes.byref(params), num_blocks)
+        self._run(ctypes.byref(params), num_blocks, self._shared_bytes)
 
 
 @functools.cache
@@ -37,7 +39,7 @@ def load_kernel(
 ) -> CpuKernel:
     """Stand in for the function of this name in `hybridspec.ops._nvrtc`."""
     macros = [f"-D{key}={value}" for key, value in defines]
-    files = [HERE / "primitives.cuh", SOURCES / source]
+    files = [HERE / "primitives.cuh", HERE / f"run_{name}.cpp", SOURCES / source]
     key = hashlib.sha256("".join([*macros, *(file.read_text() for file in files)]).encode())
     library = Path(tempfile.gettempdir()) / f"hybridspec-{name}-{key.hexdigest()[:16]}.so"
     if not library.exists():
@@ -46,4 +48,4 @@ def load_kernel(
         command += [f"-I{(SOURCES / source).parent}", *macros, str(HERE / f"run_{name}.cpp")]
         subprocess.run([*command, "-o", str(partial)], check=True)
         partial.replace(library)
-    return CpuKernel(library)
+    return CpuKernel(library, threads, shared_bytes)

@@ -2,8 +2,10 @@
 //
 // What lanes do together is an exchange: each leaves its value and lets the next lane run; when its
 // turn comes again all have left theirs. A lane is therefore never more than one exchange ahead of
-// another, so two buffers do. Lanes that are not all at the same exchange abort the process, copies
-// are carried out where they are waited for, and shared memory starts as NaN.
+// another, so two buffers do. Between exchanges lanes run upwards, then downwards, by turns that differ
+// from block to block. Lanes that are not all at the same exchange abort the process, and so does what
+// lies past the shared memory of the launch; copies are carried out where they are waited for, and
+// shared memory starts as NaN.
 #pragma once
 
 #include <ucontext.h>
@@ -56,11 +58,16 @@ struct Lane {
 
 inline Lane lanes[32];
 inline ucontext_t scheduler;
-inline int lane, warp, block;
+inline int lane, warp, block, shared_bytes;
 
 [[noreturn]] inline void fail(const char* what) {
     std::fprintf(stderr, "block %d warp %d lane %d: %s\n", block, warp, lane, what);
     std::abort();
+}
+
+inline void check_shared(const void* address) {
+    const auto* first = static_cast<const uint8*>(address);
+    if (first < shared_memory || first + 16 > shared_memory + shared_bytes) fail("past the shared memory");
 }
 
 // Leave words and wait for those of all lanes; `place` tells exchanges apart. Returns the buffer.
@@ -101,7 +108,10 @@ inline Chunk load(const void* from) {
     return chunk;
 }
 inline Chunk load_if(bool live, const void* from) { return live ? load(from) : Chunk{{0, 0, 0, 0}}; }
-inline Chunk load_shared(const void* from) { return load(from); }
+inline Chunk load_shared(const void* from) {
+    cpu::check_shared(from);
+    return load(from);
+}
 inline void store(void* to, uint32 first, uint32 second) {
     const uint32 both[2] = {first, second};
     std::memcpy(to, both, 8);
@@ -115,6 +125,7 @@ template <bool read_once>
 inline void copy_async(void* shared, const void* global) {
     if (reinterpret_cast<uintptr_t>(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16)
         cpu::fail("a copy that is not aligned");
+    cpu::check_shared(shared);
     cpu::lanes[cpu::lane].open.push_back({shared, global});
 }
 inline void copy_async_commit() {
@@ -240,10 +251,10 @@ namespace cpu {
 
 // Run `kernel(params)` for all blocks of `threads` threads, one warp after the other.
 template <class Params>
-void run(void (*kernel)(Params), const Params& params, int num_blocks, int threads) {
+void run(void (*kernel)(Params), const Params& params, int num_blocks, int threads, int bytes) {
     static void (*the_kernel)(Params);
     static Params the_params;
-    the_kernel = kernel, the_params = params;
+    the_kernel = kernel, the_params = params, shared_bytes = bytes;
     for (block = 0; block < num_blocks; ++block) {
         std::memset(shared_memory, 0xff, sizeof shared_memory);
         for (warp = 0; warp < threads / 32; ++warp) {
@@ -263,12 +274,13 @@ void run(void (*kernel)(Params), const Params& params, int num_blocks, int threa
                     setcontext(&scheduler);
                 }, 0);
             }
-            for (bool running = true; running;) {
+            bool running = true;
+            for (int round = block; running; ++round) {
                 running = false;
-                for (lane = 0; lane < 32; ++lane) {
-                    const int current = lane;
-                    if (!lanes[current].done) swapcontext(&scheduler, &lanes[current].context);
+                for (int i = 0; i < 32; ++i) {
+                    const int current = round % 2 ? 31 - i : i;
                     lane = current;
+                    if (!lanes[current].done) swapcontext(&scheduler, &lanes[current].context);
                     running |= !lanes[current].done;
                 }
             }

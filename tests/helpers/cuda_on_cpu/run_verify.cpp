@@ -1,4 +1,7 @@
 // verify.cu as a CPU library.
 #include "verify.cu"
 
-extern "C" void run(const Params* params, int num_blocks) { cpu::run(verify, *params, num_blocks, kThreads); }
+extern "C" int threads() { return kThreads; }
+extern "C" void run(const Params* params, int num_blocks, int shared_bytes) {
+    cpu::run(verify, *params, num_blocks, kThreads, shared_bytes);
+}
