@@ -33,6 +33,9 @@ def test_refused_for_head_sizes_that_were_not_measured(tmp_path: Path, key_dim: 
     match = rf"state_dtype: int8 was validated for key heads of 64 and 128 .* have {key_dim}; use"
     with pytest.raises(UnsupportedError, match=match):
         LLM(tmp_path, device="cpu", state_dtype="int8")
+    (tmp_path / "model.safetensors").write_bytes(b"")  # refused before weights are looked at
+    with pytest.raises(UnsupportedError, match=match):
+        LLM(tmp_path, device="cpu", state_dtype="int8")
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 3])

@@ -156,7 +156,10 @@ def test_bad_folders(tmp_path: Path) -> None:
         LLM(tmp_path / "nowhere", device="cpu")
     with pytest.raises(ValueError, match="^max_model_len: expected at most the model's 512"):
         build_tiny_checkpoint(tmp_path)
+        (tmp_path / "model.safetensors").write_bytes(b"")  # refused before weights are looked at
         LLM(tmp_path, device="cpu", max_model_len=513)
+    with pytest.raises(TypeError, match="^on_progress: expected a function, got 3"):
+        LLM(tmp_path, device="cpu", on_progress=3)
 
 
 def test_what_it_prints_as(llm: LLM, folder: Path) -> None:

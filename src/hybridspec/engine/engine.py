@@ -18,14 +18,21 @@ from hybridspec.bundled import bundled_model_path
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.backends import choose_attention
 from hybridspec.engine.drafting import make_drafter, resolve_drafter
-from hybridspec.engine.memory import plan_pools
+from hybridspec.engine.memory import check_sizes, plan_pools
 from hybridspec.engine.outputs import StepOutput
 from hybridspec.engine.request import Request
 from hybridspec.engine.rules import check_params, make_rules
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
 from hybridspec.errors import CapacityError
-from hybridspec.models import HybridModel, OnProgress, find_model, load_model, load_tokenizer
+from hybridspec.models import (
+    HybridModel,
+    ModelConfig,
+    OnProgress,
+    find_model,
+    load_model,
+    load_tokenizer,
+)
 from hybridspec.runtime import Allocator, Pools
 from hybridspec.speculate import Drafter
 
@@ -82,6 +89,7 @@ class Engine:
                 f"device: expected one of the {torch.cuda.device_count()} CUDA devices that torch "
                 f"sees here, got {device!r}"
             )
+        check_sizes(ModelConfig.from_folder(folder), config)
         dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
         mtp_folder = None
         if config.mtp_from is not None and config.draft_tokens > 0:

@@ -9,10 +9,10 @@ import torch
 
 from hybridspec.config import EngineConfig
 from hybridspec.errors import CapacityError, UnsupportedError
-from hybridspec.models import HybridModel
+from hybridspec.models import HybridModel, ModelConfig
 from hybridspec.runtime import PoolGeometry
 
-__all__ = ["PoolPlan", "available_bytes", "plan_pools"]
+__all__ = ["PoolPlan", "available_bytes", "check_sizes", "plan_pools"]
 
 PAGE_SIZE = 64  # tokens per KV page
 CPU_MAX_SLOTS = 64
@@ -42,27 +42,35 @@ class PoolPlan:
     can_grow: bool
 
 
-def plan_pools(model: HybridModel, config: EngineConfig) -> tuple[EngineConfig, PoolPlan]:
-    """Resolve what is "auto" of dtypes, device and lengths for this model, and size the pools.
+def check_sizes(model: ModelConfig, config: EngineConfig) -> None:
+    """Refuse options that do not go with a model's sizes, before any weight is read.
 
     Raises:
         ValueError: if max_model_len is longer than the model's.
         UnsupportedError: for 8-bit states of a head size for which they were not validated.
-        CapacityError: if not even one request fits: a short one, or where keys and values are
-            contiguous, one of max_model_len tokens.
     """
-    limit = model.config.max_positions
-    max_len = limit if config.max_model_len is None else config.max_model_len
-    if max_len > limit:
-        raise ValueError(f"max_model_len: expected at most the model's {limit}, got {max_len}")
-    state_dtype = model.config.state_dtype if config.state_dtype == "auto" else config.state_dtype
-    key_dim = model.config.gdn.key_dim
+    limit, key_dim = model.max_positions, model.gdn.key_dim
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len: expected at most the model's {limit}, got {config.max_model_len}"
+        )
     if config.state_dtype == "int8" and key_dim not in INT8_KEY_DIMS:
         sizes = " and ".join(map(str, INT8_KEY_DIMS))
         raise UnsupportedError(
             f"state_dtype: int8 was validated for key heads of {sizes} only, this model's have "
             f"{key_dim}; use bfloat16"
         )
+
+
+def plan_pools(model: HybridModel, config: EngineConfig) -> tuple[EngineConfig, PoolPlan]:
+    """Resolve what is "auto" of dtypes, device and lengths for this model, and size the pools.
+
+    Raises:
+        CapacityError: if not even one request fits: a short one, or where keys and values are
+            contiguous, one of max_model_len tokens.
+    """
+    max_len = model.config.max_positions if config.max_model_len is None else config.max_model_len
+    state_dtype = model.config.state_dtype if config.state_dtype == "auto" else config.state_dtype
     threads = config.threads
     if threads is None and model.device.type == "cpu":
         is_small = model.config.hidden_size <= SMALL_HIDDEN_SIZE
