@@ -9,6 +9,8 @@ from helpers.group_cases import GROUPINGS, group_case
 from helpers.plan_cases import KINDS, differences, random_case, reference_plan, run_plan
 from hybridspec.ops.verify_plan import (
     SamplingColumns,
+    VerifyPlan,
+    build_params,
     compact_groups,
     compact_hidden,
     compact_sampling,
@@ -88,6 +90,22 @@ def test_through_the_public_functions() -> None:
             for backend in ("triton", "reference")
         ]
         assert torch.equal(*found)
+
+
+def test_requests_without_rows() -> None:
+    """They fold nothing, however full their windows are."""
+    found = []
+    for backend in ("triton", "reference"):
+        plan = VerifyPlan.create(max_requests=5, max_rows=8, max_drafts=2)
+        plan.cu_seqlens.copy_(torch.tensor([0, 2, 2, 4, 5, 5]))
+        build_params(
+            torch.arange(12).view(4, 3), torch.tensor([1, 0, -1, 2], dtype=torch.int32),
+            *torch.tensor([[10, 20, 30], [16, 16, 3]], dtype=torch.int32), plan=plan,
+            ring_start=torch.zeros(3, dtype=torch.int32), backend=backend,
+        )  # fmt: skip
+        found.append(plan)
+    assert found[0].is_fold.tolist() == [1, 0, 0, 0, 0]
+    assert differences(*found) == 0
 
 
 @pytest.mark.parametrize("num_rows", [1, 255, 1023, 1024, 1025, 4097])

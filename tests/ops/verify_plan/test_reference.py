@@ -224,6 +224,15 @@ def test_rows_of_a_plan_made_by_the_caller() -> None:
     assert plan.kv_len.tolist() == [22, 0, 0, 31, 0]
     assert plan.slots.tolist() == [1, 0, -1, 2, -1]
     assert plan.is_fold.tolist() == [1, 0, 0, 0, 0]
+    build_params(
+        torch.arange(12).view(4, 3) + 100,
+        integers(1, 0, -1, 2),
+        integers(10, 20, 30),
+        integers(16, 16, 3),
+        plan=plan,
+        ring_start=integers(0, 0, 0),
+    )
+    assert plan.is_fold.tolist() == [1, 0, 0, 0, 0]  # slot 0 has no rows
     assert plan.token_ids.tolist() == [100, 101, 0, 0, 109, 0, 0, 0]
     assert plan.positions.tolist() == [20, 21, 0, 0, 30, 0, 0, 0]
     assert plan.sources.tolist() == [0, 1, -1, -1, 9, -1, -1, -1]
