@@ -381,6 +381,8 @@ def test_an_empty_batch() -> None:
         ({"cache_base": torch.tensor([0, -1, 0])}, "cache_base out of legal range"),
         ({"flush_min": 0}, r"flush_min: 0 is out of range \[1, 13\] for T=4"),
         ({"flush_min": 14}, "flush_min: 14 is out of range"),
+        ({"flush_min": "5"}, "flush_min: '5' is out of range"),
+        ({"initial_state_indices": [5, 2, -1]}, "initial_state_indices: expected a tensor, got"),
     ],
 )
 @pytest.mark.parametrize("kind", [ValueError, AssertionError, flashinfer.CallerError])
@@ -396,6 +398,18 @@ def test_guards_leave_the_caller_alone_who_moves_the_cursors() -> None:
     call = Call()
     changes = {"hist_len": call.hist_len.repeat_interleave(2)[::2], "cache_base": None}
     assert call.run(**changes, restart_hist_on_flush=False).shape == (3, 4, 4, 16)
+
+
+def test_indices_may_lie_apart() -> None:
+    """They are copied, also where the cursors are moved afterwards."""
+    found = []
+    for step in (1, 2):
+        call = Call()
+        indices = call.indices.repeat_interleave(step)[::step]
+        out = call.run(initial_state_indices=indices, flush_min=5)
+        found.append((out, call.hist_len, call.cache_base))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_flat_rings_guard_their_room_on_a_cpu() -> None:

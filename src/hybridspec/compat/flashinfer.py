@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.errors import UnsupportedError
-from hybridspec.ops.gated_delta_rule import verify_rows
-from hybridspec.ops.gated_delta_rule.restart import restart_windows
+from hybridspec.ops.gated_delta_rule import restart_windows, verify_rows
 
 __all__ = ["CallerError", "gated_delta_rule_mtp_ucache", "gated_delta_rule_mtp_ucache_flush"]
 
@@ -150,15 +149,15 @@ def gated_delta_rule_mtp_ucache_flush(
         cache_base = _cursors_to_move(hist_len, cache_base)
     lazy = _WINDOW - num_tokens + 1
     threshold = lazy if flush_min is None else flush_min
-    if not 1 <= threshold <= lazy:
+    if not isinstance(threshold, int) or not 1 <= threshold <= lazy:
         raise CallerError(
-            f"flush_min: {flush_min} is out of range [1, {lazy}] for T={num_tokens}; a longer "
+            f"flush_min: {flush_min!r} is out of range [1, {lazy}] for T={num_tokens}; a longer "
             "window could neither take the rows nor be flushed"
         )
     indices = _as_int32(initial_state_indices)
     out = _verify(
         A_log, a, dt_bias, q, k, v, b, initial_state_source, indices, k_cache, u_cache, g_cache,
-        hist_len, cache_base, threshold, use_qk_l2norm_in_kernel, scale, output,
+        hist_len, cache_base, threshold, bool(use_qk_l2norm_in_kernel), scale, output,
     )  # fmt: skip
     if restart_hist_on_flush and cache_base is not None:
         restart_windows(
@@ -266,7 +265,7 @@ def gated_delta_rule_mtp_ucache(
         _check_range("hist_len", live, most, f"[0, {most}] for T={num_tokens}")
     return _verify(
         A_log, a, dt_bias, q, k, v, b, initial_state_source, indices, k_cache, u_cache, g_cache,
-        hist_len, None, None, use_qk_l2norm_in_kernel, scale, output,
+        hist_len, None, None, bool(use_qk_l2norm_in_kernel), scale, output,
     )  # fmt: skip
 
 
@@ -296,7 +295,10 @@ def _sizes(q: Tensor | None, k_cache: Tensor | None) -> tuple[int, int]:
 
 
 def _as_int32(indices: Tensor | None) -> Tensor | None:
-    return None if indices is None else indices.to(torch.int32)
+    """Return indices as the ops take them, int32 and side by side."""
+    if indices is None:
+        return None
+    return _required("initial_state_indices", indices).to(torch.int32).contiguous()
 
 
 def _cursors_to_move(hist_len: Tensor, cache_base: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from helpers.gdn_cases import assert_same_bits, offsets
 from helpers.gdn_row_calls import RowCall
 from helpers.triton_process import run_interpreted
 from hybridspec.ops import gated_delta_rule
-from hybridspec.ops.gated_delta_rule.restart import restart_windows
+from hybridspec.ops.gated_delta_rule import restart_windows
 
 OPS = torch.ops.hybridspec
 

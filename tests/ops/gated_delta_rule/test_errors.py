@@ -260,6 +260,22 @@ def test_wrong_arguments_of_commit_and_decide_folds() -> None:
         )
 
 
+def test_wrong_arguments_of_restart_windows() -> None:
+    start, length = torch.zeros(3, dtype=torch.int32), torch.full((3,), 14, dtype=torch.int32)
+    right = {"fold_threshold": 13, "ring_capacity": 32}
+    for wrong, kind, text in (
+        ({"ring_capacity": 31}, ValueError, "ring_capacity: expected a power of two, got 31"),
+        ({"ring_capacity": "32"}, TypeError, "ring_capacity: expected an integer, got '32'"),
+        ({"fold_threshold": None}, TypeError, "fold_threshold: expected an integer, got None"),
+        ({"slots": torch.zeros(6).int()[::2]}, ValueError, "slots: expected a last stride of 1"),
+    ):
+        with pytest.raises(kind, match=text):
+            gated_delta_rule.restart_windows(start, length, **(right | wrong))
+    assert length.tolist() == [14, 14, 14]
+    gated_delta_rule.restart_windows(start, length, **right)
+    assert (start.tolist(), length.tolist()) == ([14] * 3, [0] * 3)
+
+
 def test_wrong_pools_and_slots() -> None:
     pools = [torch.zeros(7, 3), torch.zeros(6)]
     slots = torch.zeros(2, dtype=torch.int32)

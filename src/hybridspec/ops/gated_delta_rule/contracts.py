@@ -21,6 +21,7 @@ from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.gated_delta_rule.ring import RingView
 
 __all__ = [
+    "check_capacity",
     "check_cursors",
     "check_is_fold",
     "check_marks",
@@ -297,6 +298,13 @@ def check_marks(dims: Dims, **marks: Tensor) -> None:
         check(name, tensor, "B", dims)
         check_dtype(name, tensor, torch.int8 if name == "is_fold" else torch.int32)
         check_last_stride(name, tensor)
+
+
+def check_capacity(ring_capacity: int) -> None:
+    """Raise unless a number of ring rows is one that rings have."""
+    check_option("ring_capacity", ring_capacity, int)
+    if ring_capacity < 1 or ring_capacity & (ring_capacity - 1):
+        raise ValueError(f"ring_capacity: expected a power of two, got {ring_capacity}")
 
 
 def check_is_fold(is_fold: Tensor, slots: Tensor) -> None:

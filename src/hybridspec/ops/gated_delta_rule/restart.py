@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._backends import choose_backend
+from hybridspec.ops._checks import check_option
 from hybridspec.ops._library import register
 from hybridspec.ops._triton_support import triton_or_reference
 from hybridspec.ops.gated_delta_rule import launch_slots
-from hybridspec.ops.gated_delta_rule.contracts import check_marks
+from hybridspec.ops.gated_delta_rule.contracts import check_capacity, check_marks
 
 __all__ = ["restart_windows"]
 
@@ -38,7 +39,7 @@ def restart_windows(
 
     Raises:
         TypeError: for a wrong dtype.
-        ValueError: for a wrong shape.
+        ValueError: for a wrong shape, stride or capacity.
 
     Numerics:
         Integers only.
@@ -48,6 +49,8 @@ def restart_windows(
     """
     marks = {"ring_start": ring_start, "history_len": history_len}
     check_marks({}, **marks, **({} if slots is None else {"slots": slots}))
+    check_option("fold_threshold", fold_threshold, int)
+    check_capacity(ring_capacity)
     _restart_windows_op(ring_start, history_len, slots, fold_threshold, ring_capacity)
 
 

@@ -14,7 +14,7 @@ from hybridspec.ops._library import register
 from hybridspec.ops._requests import check_slots
 from hybridspec.ops._triton_support import triton_or_reference
 from hybridspec.ops.gated_delta_rule import launch_slots
-from hybridspec.ops.gated_delta_rule.contracts import check_cursors, check_marks
+from hybridspec.ops.gated_delta_rule.contracts import check_capacity, check_cursors, check_marks
 
 __all__ = ["commit", "copy_slots", "decide_folds", "reset_slots"]
 
@@ -115,9 +115,7 @@ def commit(
         num_verify_tokens=num_verify_tokens,
         num_committed=num_committed,
     )
-    check_option("ring_capacity", ring_capacity, int)
-    if ring_capacity < 1 or ring_capacity & (ring_capacity - 1):
-        raise ValueError(f"ring_capacity: expected a power of two, got {ring_capacity}")
+    check_capacity(ring_capacity)
     _commit_op(
         seq_len, ring_start, history_len, slots, is_fold, num_verify_tokens, num_committed,
         ring_capacity, backend,
