@@ -51,9 +51,9 @@ def verify(
         weight: taps, newest last, [D, width], any strides; in.
         conv_ring: stored inputs, [S, R, D], R a power of two >= width - 1 + max_verify_tokens; last
             stride 1; in-out.
-        seq_len: positions stored so far, [S], int32 or int64; in.
-        cu_seqlens: row bounds of the requests, [B+1], int32 or int64; in.
-        slots: slot of each request, -1 = padding, [B], int32 or int64; in.
+        seq_len: positions stored so far, [S], int32 or int64; contiguous; in.
+        cu_seqlens: row bounds of the requests, [B+1], int32 or int64; contiguous; in.
+        slots: slot of each request, -1 = padding, [B], int32 or int64; contiguous; in.
         max_verify_tokens: most rows of one request.
         bias: added before the activation, [D]; last stride 1; in.
         activation: "silu" or None.
@@ -109,9 +109,9 @@ def prefill(
         x: raw inputs, packed by request, [N, D]; last stride 1; in.
         weight: taps, newest last, [D, width], any strides; in.
         conv_ring: stored inputs, [S, R, D], R a power of two >= width - 1; last stride 1; in-out.
-        seq_len: positions stored so far, [S], int32 or int64; in.
-        cu_seqlens: row bounds of the requests, [B+1], int32 or int64; in.
-        slots: slot of each request, -1 = padding, [B], int32 or int64; in.
+        seq_len: positions stored so far, [S], int32 or int64; contiguous; in.
+        cu_seqlens: row bounds of the requests, [B+1], int32 or int64; contiguous; in.
+        slots: slot of each request, -1 = padding, [B], int32 or int64; contiguous; in.
         max_seqlen: most rows of one request.
         bias: added before the activation, [D]; last stride 1; in.
         activation: "silu" or None.

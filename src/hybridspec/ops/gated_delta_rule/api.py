@@ -71,8 +71,8 @@ def prefill(
         dt_bias: [HV], fp32 or fp64; in.
         state: checkpoints, [S, HV, V, K], any of these dtypes or int8; last stride 1; in-out.
         ring: ring of the layer; its slots must have no live rows; in.
-        cu_seqlens: row bounds of the requests, [B+1], int32; in.
-        slots: slot of each request, -1 = padding, no slot twice, [B], int32; in.
+        cu_seqlens: row bounds of the requests, [B+1], int32; contiguous; in.
+        slots: slot of each request, -1 = padding, no slot twice, [B], int32; contiguous; in.
         max_seqlen: most rows of one request.
         scale: factor of the outputs; None is K^-0.5.
         use_qk_l2norm: whether q and k are first scaled to length one per head.
@@ -155,8 +155,8 @@ def verify(
         dt_bias: [HV], fp32 or fp64; in.
         state: checkpoints, [S, HV, V, K], any of these dtypes or int8; last stride 1; in-out.
         ring: ring of the layer: rows in-out, cursors in.
-        cu_seqlens: row bounds of the requests, [B+1], int32; in.
-        slots: slot of each request, -1 = padding, no slot twice, [B], int32; in.
+        cu_seqlens: row bounds of the requests, [B+1], int32; contiguous; in.
+        slots: slot of each request, -1 = padding, no slot twice, [B], int32; contiguous; in.
         max_verify_tokens: most rows of one request, at most `ring.max_window`.
         is_fold: which requests fold, [B], int8, from `decide_folds`; it may be set only where the
             request has rows. None: nobody folds. A step that folded must be committed; in.
@@ -224,8 +224,8 @@ def fold(
     Args:
         state: checkpoints, [S, HV, V, K]; in-out.
         ring: ring of the layer; in.
-        slots: slot of each request, -1 = padding, no slot twice, [B], int32; in.
-        is_fold: which requests fold, [B], int8; in.
+        slots: slot of each request, -1 = padding, no slot twice, [B], int32; contiguous; in.
+        is_fold: which requests fold, [B], int8; contiguous; in.
         state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; in-out.
         backend: "auto", "triton" or "reference".
 
@@ -270,10 +270,10 @@ def materialize(
     Args:
         state: checkpoints, [S, HV, V, K]; in-out.
         ring: ring of the layer; in.
-        slots: slot to read of each request, [B], int32; in.
+        slots: slot to read of each request, [B], int32; contiguous; in.
         out_slots: slot to write, which may be the one that is read, but none that another request
             reads or writes, [B], int32; pairs with a -1 are skipped; in.
-        num_rows: live rows to take in, cut to 0..history_len, [B], int32; in.
+        num_rows: live rows to take in, cut to 0..history_len, [B], int32; contiguous; in.
         state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; in-out.
         backend: "auto", "triton" or "reference".
 

@@ -19,8 +19,8 @@ class RingView:
         k: [S, H, R, K], normalised keys.
         u: [S, HV, R, V], corrected values.
         cum_log_decay: [S, HV, R], fp32, log-decay accumulated since the checkpoint.
-        ring_start: [S], int32.
-        history_len: [S], int32.
+        ring_start: [S], int32, contiguous.
+        history_len: [S], int32, contiguous.
         max_window: most live rows (W); R >= W + T.
     """
 

@@ -41,9 +41,9 @@ def decide_folds(
     row 0 again later is treated in the same way.
 
     Args:
-        history_len: live rows of each slot, [S], int32; in.
-        slots: slot of each request, -1 = padding, [B], int32; in.
-        num_verify_tokens: rows of each request in this step, [B], int32; in.
+        history_len: live rows of each slot, [S], int32; contiguous; in.
+        slots: slot of each request, -1 = padding, [B], int32; contiguous; in.
+        num_verify_tokens: rows of each request in this step, [B], int32; contiguous; in.
         is_fold: the marks, [B], int8; out.
         max_window: most live rows (W).
         ring_start: first live ring row of each slot, [S], int32; None: full windows only; in.
@@ -86,12 +86,12 @@ def commit(
     is_fold and num_verify_tokens become 0.
 
     Args:
-        seq_len: positions in the logs of each slot, [S], int32; in-out.
-        ring_start: first live ring row of each slot, [S], int32; in-out.
-        history_len: live ring rows of each slot, [S], int32; in-out.
-        slots: slot of each request, -1 = padding, no slot twice, [B], int32; in.
+        seq_len: positions in the logs of each slot, [S], int32; contiguous; in-out.
+        ring_start: first live ring row of each slot, [S], int32; contiguous; in-out.
+        history_len: live ring rows of each slot, [S], int32; contiguous; in-out.
+        slots: slot of each request, -1 = padding, no slot twice, [B], int32; contiguous; in.
         is_fold: the marks that this step's verify or fold got, [B], int8; in-out.
-        num_verify_tokens: rows of each request in this step, [B], int32; in-out.
+        num_verify_tokens: rows of each request in this step, [B], int32; contiguous; in-out.
         num_committed: rows to keep, [B], int32; ignored in padding; in.
         ring_capacity: ring rows (R).
         backend: "auto", "triton" or "reference".
@@ -129,7 +129,7 @@ def copy_slots(pools: Sequence[Tensor], src_slots: Tensor, dst_slots: Tensor) ->
 
     Args:
         pools: tensors whose first dimension is the slot, cursors included, [S, ...]; in-out.
-        src_slots: [P], int32; in.
+        src_slots: [P], int32; contiguous; in.
         dst_slots: no slot twice, [P], int32; pairs with a -1 are skipped; in.
 
     Raises:

@@ -68,9 +68,9 @@ def verify(
         k_pages: stored keys, [P, page_size, Hkv, D]; last stride 1; in-out.
         v_pages: stored values, [P, page_size, Hkv, D]; last stride 1; in-out.
         page_table: page numbers of each slot, [S, max_pages], int32 or int64; in.
-        seq_len: positions stored so far, [S], int32 or int64; any cursor, such as a drafter's; in.
-        cu_seqlens: row bounds of the requests, [B+1], int32 or int64; in.
-        slots: slot of each request, -1 = padding, [B], int32 or int64; in.
+        seq_len: positions stored so far, [S], int32 or int64; contiguous; any cursor; in.
+        cu_seqlens: row bounds of the requests, [B+1], int32 or int64; contiguous; in.
+        slots: slot of each request, -1 = padding, [B], int32 or int64; contiguous; in.
         max_verify_tokens: most rows of one request.
         scale: factor of the scores; None is D ** -0.5.
         out: where to write, [N, Hq, D], dtype of q; out.
@@ -136,9 +136,9 @@ def prefill(
         k_pages: stored keys, [P, page_size, Hkv, D]; last stride 1; in-out.
         v_pages: stored values, [P, page_size, Hkv, D]; last stride 1; in-out.
         page_table: page numbers of each slot, [S, max_pages], int32 or int64; in.
-        seq_len: positions stored so far, [S], int32 or int64; any cursor, such as a drafter's; in.
-        cu_seqlens: row bounds of the requests, [B+1], int32 or int64; in.
-        slots: slot of each request, -1 = padding, [B], int32 or int64; in.
+        seq_len: positions stored so far, [S], int32 or int64; contiguous; any cursor; in.
+        cu_seqlens: row bounds of the requests, [B+1], int32 or int64; contiguous; in.
+        slots: slot of each request, -1 = padding, [B], int32 or int64; contiguous; in.
         max_seqlen: most rows of one request.
         scale: factor of the scores; None is D ** -0.5.
         out: where to write, [N, Hq, D], dtype of q; out.
