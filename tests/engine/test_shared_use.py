@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from helpers.tiny_checkpoints import TinyCheckpoint
-from hybridspec import LLM, SamplingParams, StepOutput
+from hybridspec import LLM, CapacityError, SamplingParams, StepOutput
+from hybridspec.runtime import Pools
 
 PROMPTS = [[5, 17], [3, 1, 4], [9] * 20, [8, 8, 2, 1]]
 
@@ -120,3 +121,56 @@ def test_a_stream_collected_in_the_middle_of_a_step(
     assert num_running[0] == 2
     assert num_running[-1] == 1
     assert not llm._engine.has_work
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, most_slots: int, most_pages: int) -> None:
+    """Let pools of more slots or pages fail to be allocated, as torch does on a CPU."""
+    for name, most in (("grow_slots", most_slots), ("grow_pages", most_pages)):
+        real = getattr(Pools, name)
+
+        def grow(pools: Pools, size: int, real: Any = real, most: int = most) -> Pools:
+            if size > most:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 99 bytes")
+            return real(pools, size)
+
+        monkeypatch.setattr(Pools, name, grow)
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_requests_wait_for_memory(
+    tiny: TinyCheckpoint,
+    plain: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+) -> None:
+    """Two fit at once, though pools would have been doubled; the others wait."""
+    llm = LLM(tiny.folder, device="cpu", kv_layout=layout, max_model_len=60)
+    limited(monkeypatch, most_slots=3, most_pages=2)
+    params = [sampled(i) for i in range(len(PROMPTS))]
+    for _ in range(2):
+        results = llm.generate(prompt_token_ids=PROMPTS, sampling_params=params)
+        assert [result.outputs[0].token_ids for result in results] == plain
+    assert llm._engine.pools.num_pages == 2
+    assert llm._engine.allocator.num_live == 0
+
+
+def test_a_request_that_never_fits_is_its_callers_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the step that finds it out goes on."""
+    llm = LLM("bundled", device="cpu")
+    engine = llm._engine
+    params = SamplingParams(temperature=0, max_tokens=12)
+    right = llm.generate("import os", params)[0].outputs[0].token_ids
+    limited(monkeypatch, most_slots=8, most_pages=engine.pools.num_pages)
+    large = [3] * (engine.pools.num_pages * engine.pools.page_size)
+    stranger = engine.make_request(large, params)
+    engine.add(stranger)
+    assert llm.generate("import os", params)[0].outputs[0].token_ids == right
+    assert stranger.finish_reason == "abort"
+    assert isinstance(stranger.failure, CapacityError)
+    with pytest.raises(CapacityError, match=r"^prompt: 1036 tokens, .* do not fit the memory"):
+        llm.generate(prompt_token_ids=large, sampling_params=params)
+    assert llm.generate("import os", params)[0].outputs[0].token_ids == right
+    assert not engine.has_work and engine.allocator.num_live == 0
+    monkeypatch.undo()
+    longer = llm.generate(prompt_token_ids=large, sampling_params=params)  # memory is there again
+    assert len(longer[0].outputs[0].token_ids) == 12

@@ -384,7 +384,8 @@ class LLM:
                         request.outbox.clear()
                 yield from steps
                 if "abort" in reasons:
-                    raise RuntimeError("the request was dropped: another caller's step failed")
+                    dropped = RuntimeError("the request was dropped: another caller's step failed")
+                    raise next((r.failure for r in requests if r.failure is not None), dropped)
                 is_running = None in reasons
         finally:
             engine.drop(requests)

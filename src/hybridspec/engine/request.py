@@ -14,6 +14,7 @@ from hybridspec.engine.outputs import (
     StepOutput,
     join_stats,
 )
+from hybridspec.errors import CapacityError
 from hybridspec.models.tokenizer import Detokenizer
 from hybridspec.speculate import NO_TOKEN, ChoiceRule, Draft, Logprob, TokenLogprobs
 
@@ -44,6 +45,7 @@ class Request:
         draft: what is proposed for the next step.
         slot: index in the pools while running, else None.
         num_prefilled: prompt rows already processed.
+        failure: why the request was dropped without having run, if it was.
         outbox: step outputs that were not fetched yet, of all continuations of the prompt in one
             list, oldest first.
     """
@@ -68,6 +70,7 @@ class Request:
     outbox: list[StepOutput] = field(default_factory=list)
     admitted_at: float = 0.0
     finish_reason: str | None = None
+    failure: CapacityError | None = None
     stats: RequestStats = field(default_factory=RequestStats)
     _text: str = ""
     _num_emitted: int = 0

@@ -10,6 +10,7 @@ import time
 from collections import deque
 
 from hybridspec.engine.request import Request
+from hybridspec.errors import CapacityError
 from hybridspec.runtime import Allocator
 
 __all__ = ["PREFILL_CHUNK", "Scheduler"]
@@ -35,9 +36,14 @@ class Scheduler:
         self.waiting.append(request)
 
     def admit(self) -> None:
-        """Move waiting requests to prefill, in order, as long as they fit."""
+        """Move waiting requests to prefill, in order, as long as they fit; drop what never will."""
         while self.waiting:
-            slot = self.allocator.acquire(self.waiting[0].max_tokens_in_logs)
+            try:
+                slot = self.allocator.acquire(self.waiting[0].max_tokens_in_logs)
+            except CapacityError as error:  # its caller is told; whoever runs this step is not
+                request = self.waiting.popleft()
+                request.finish_reason, request.failure = "abort", error
+                continue
             if slot is None:
                 return
             request = self.waiting.popleft()

@@ -6,10 +6,12 @@ running request never fails or has to be restarted; requests that do not fit wai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+from hybridspec.errors import CapacityError
 from hybridspec.ops.gated_delta_rule import reset_slots
 from hybridspec.runtime.pools import Pools
 
@@ -36,6 +38,7 @@ class Allocator:
     _free_slots: list[int] = field(init=False)
     _free_pages: list[int] = field(init=False)
     _pages: dict[int, list[int]] = field(init=False, default_factory=dict)
+    _is_full: bool = field(init=False, default=False)  # growing failed; until a request ends
 
     def __post_init__(self) -> None:
         # Lists are used as stacks: the last entry is the lowest number.
@@ -62,9 +65,18 @@ class Allocator:
 
         Returns:
             The slot, or None if the request has to wait.
+
+        Raises:
+            CapacityError: if the pools cannot grow and no request is there that could end.
         """
         pages = self.pages_for(num_tokens)
         if not self._ensure(pages):
+            if self._is_full and not self._pages:
+                self._is_full = False  # the next one tries again
+                raise CapacityError(
+                    f"prompt: {num_tokens} tokens, new ones included, do not fit the memory; lower "
+                    f"max_tokens"
+                )
             return None
         slot, mine = self._free_slots[-1], self._free_pages[: -pages - 1 : -1]
         pools = self.pools
@@ -87,16 +99,30 @@ class Allocator:
         """Give a slot and its pages back."""
         self._free_pages += reversed(self._pages.pop(slot))
         self._free_slots.append(slot)
+        self._is_full = False
 
     def _ensure(self, pages: int) -> bool:
         pools = self.pools
-        if self.can_grow:
+        if self.can_grow and not self._is_full:
             if not self._free_slots and pools.num_slots < self.max_slots:
                 old = pools.num_slots
-                pools.grow_slots(min(self.max_slots, 2 * old))
+                self._grow(pools.grow_slots, min(self.max_slots, 2 * old), old + 1)
                 self._free_slots = list(range(old, pools.num_slots))[::-1]
             if self._free_slots and len(self._free_pages) < pages:
                 old = pools.num_pages
-                pools.grow_pages(max(2 * old, old + pages))
-                self._free_pages = list(range(old, pools.num_pages))[::-1] + self._free_pages
+                needed = old + pages - len(self._free_pages)
+                self._grow(pools.grow_pages, max(2 * old, old + pages), needed)
+                new = list(range(old, pools.num_pages))[::-1]
+                self._free_pages = new + self._free_pages
         return bool(self._free_slots) and len(self._free_pages) >= pages
+
+    def _grow(self, grow: Callable[[int], object], wanted: int, needed: int) -> None:
+        """Enlarge a pool, by less where the memory does not hold more; note if it holds nothing."""
+        for size in (wanted, needed):
+            try:
+                grow(size)
+                return
+            except RuntimeError as error:  # torch has a type for this on GPUs only
+                if "allocate" not in str(error):
+                    raise
+        self._is_full = True
