@@ -52,6 +52,10 @@ def test_rounding_by_hand() -> None:
     state, scale = rounded(group(-1.0, 0.5))
     assert scale.tolist() == [258 / 2**15]
     assert state.tolist()[:2] == [-127, 64]
+    # 1.5 quanta would be a tie, but the inverse of 109 is rounded down
+    state, scale = rounded(group(127 * 109.0, 1.5 * 109.0))
+    assert scale.tolist() == [109.0]
+    assert state.tolist()[:2] == [127, 1]
 
 
 def test_every_group_has_its_own_factor() -> None:
@@ -102,6 +106,7 @@ CASES = [
     Case("raw", (3, 4), (15, 9), use_qk_l2norm=False, magnitude=0.1, geometry=WIDE),
     Case("large", (4, 1), (13, 2), geometry=Geometry(key_dim=128, value_dim=128)),
     Case("small", (2, 3), (15, 16), geometry=Geometry(1, 3, key_dim=32, value_dim=16)),
+    Case("V80", (2,), (15,), geometry=Geometry(1, 1, key_dim=32, value_dim=80)),
 ]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from helpers.far_memory import far_apart
 from helpers.rotary_cases import CASES, EPS, check_kernel, make_heads
-from hybridspec.ops.rotary import norm_and_rotate
+from hybridspec.ops.rotary import launch, norm_and_rotate
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -27,3 +27,16 @@ def test_rows_past_two_to_the_31st_element(tmp_path: Path) -> None:
     far[0].copy_(x)
     norm_and_rotate(far[0], *rest, eps=EPS, out=far[1], backend="triton")
     assert torch.equal(far[1], norm_and_rotate(x, *rest, eps=EPS, backend="triton"))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "wide", "reason"),
+    [
+        (1024, torch.float32, None),
+        (1026, torch.float32, "the head size is 1026, the kernel takes up to 1024"),
+        (32, torch.float64, "weight has dtype float64"),
+    ],
+)
+def test_what_it_refuses(head_dim: int, wide: torch.dtype, reason: str | None) -> None:
+    heads = make_heads((1, 2, head_dim, 8), torch.float32, wide=wide)
+    assert launch.explain(*heads, EPS, heads[0]) == reason
