@@ -73,6 +73,7 @@ def test_no_prompts(llm: LLM) -> None:
         ({"prompts": ""}, ValueError, "^prompt: expected at least one token"),
         ({"prompts": ["a", ""]}, ValueError, "^prompt: expected at least one token"),
         ({"prompts": [3]}, TypeError, "^prompts: expected a text"),
+        ({"prompts": [[3]]}, TypeError, "got list; give token ids as prompt_token_ids$"),
         ({"prompts": 3}, TypeError, "^prompts: expected a list of texts"),
         ({"prompts": b"abc"}, TypeError, "^prompts: expected a list of texts"),
         ({"prompts": {"prompt": "a"}}, TypeError, "^prompts: expected a list of texts, got dict"),

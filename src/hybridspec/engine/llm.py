@@ -403,7 +403,8 @@ def _prompt_list(
         for text in texts:
             if not isinstance(text, str):
                 raise TypeError(
-                    f"prompts: expected a text or a list of texts, got {type(text).__name__}"
+                    f"prompts: expected a text or a list of texts, got {type(text).__name__}; "
+                    f"give token ids as prompt_token_ids"
                 )
         return texts
     lists = _listed("prompt_token_ids", prompt_token_ids, "token ids")
