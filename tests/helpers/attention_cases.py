@@ -143,8 +143,9 @@ def make_attention_batch(
     )[:, :, :page_size, :, 1:-1]
     k_pages, v_pages = pool.unbind(1)
     junk = torch.tensor([-1, 10**6, 0, num_pages - 1], dtype=torch.int32)
-    page_table = junk[torch.randint(4, (num_slots, max_pages), generator=generator)]
-    seq_len = torch.full((num_slots,), 10**6, dtype=torch.int32)
+    # Where slot -1 would be there are other positions and pages.
+    page_table = junk[torch.randint(4, (1 + num_slots, max_pages), generator=generator)][1:]
+    seq_len = torch.tensor([50] + num_slots * [10**6], dtype=torch.int32)[1:]
     past_keys, past_values = [], []
     for index, (position, slot) in enumerate(zip(positions, slots, strict=True)):
         for past, pages in ((past_keys, k_pages), (past_values, v_pages)):

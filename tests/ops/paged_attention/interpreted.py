@@ -11,6 +11,7 @@ import torch
 
 from helpers.attention_cases import BATCHES, check_verify, make_attention_batch
 from helpers.far_memory import far_apart
+from helpers.guarded import at_the_end_of_memory
 from hybridspec.ops.paged_attention import launch
 
 F32, F16 = torch.float32, torch.float16
@@ -67,6 +68,18 @@ def test_wide_integers_and_strided_tables() -> None:
     table[:, ::2] = batch.page_table
     wide = {name: getattr(batch, name).long() for name in ("seq_len", "cu_seqlens", "slots")}
     check_verify(replace(batch, page_table=table[:, ::2], **wide), launch.verify, config=CONFIG)
+
+
+@pytest.mark.parametrize("page_size", [3, 16, 32])
+def test_nothing_behind_the_last_page_is_read(page_size: int) -> None:
+    batch = make_attention_batch([3, 2], [14, 29], [0, 5], page_size=page_size, dtype=F32)
+    needed = -(-31 // page_size)
+    guarded = {
+        name: at_the_end_of_memory(getattr(batch, name))
+        for name in ("seq_len", "cu_seqlens", "slots")
+    }
+    guarded["page_table"] = at_the_end_of_memory(batch.page_table[:, :needed])
+    check_verify(replace(batch, **guarded), launch.verify, config=CONFIG)
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.7])
