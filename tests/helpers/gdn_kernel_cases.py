@@ -80,6 +80,6 @@ CUDA_CASES = [
         tail=2,
         is_strided=True,
         is_aligned=True,
-        geometry=replace(NARROW, value_heads=2),
+        geometry=replace(NARROW, heads=2, value_heads=4),
     ),
 ]
