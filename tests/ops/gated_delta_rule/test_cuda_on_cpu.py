@@ -147,15 +147,18 @@ def test_a_fold_that_adds_nothing_keeps_every_bit(dtypes: Dtypes) -> None:
 
 
 def test_8_bit_states_are_rounded_like_those_of_the_oracle() -> None:
+    """Where a fold adds to each value row a number that 16 bits hold."""
     call = fold_of_nothing(CUDA_MODES[3], -0.3)
-    state, scale = (
-        torch.empty_like(part[0]) for part in (call.pools.state, call.pools.state_scale)
-    )
-    quantise(call.pools.checkpoint(0).float() * torch.tensor(-0.3).exp(), state, scale)
+    pools = call.pools
+    added = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pools.ring.k[0, 0, 3], pools.ring.u[0, 0, 3] = 1.0, added
+    state, scale = torch.empty_like(pools.state[0]), torch.empty_like(pools.state_scale[0])
+    folded = pools.checkpoint(0).float() * torch.tensor(-0.3).exp() + added[:, None]
+    quantise(folded, state, scale)
     call.run("cuda")
     # Products are rounded in another order: a factor close to a tie may go the other way.
-    assert call.pools.state_scale[0].ne(scale).sum() <= 2
-    assert call.pools.state[0].ne(state).sum() <= 2 * 32
+    assert pools.state_scale[0].ne(scale).sum() <= 2
+    assert pools.state[0].ne(state).sum() <= 2 * 32
 
 
 def test_groups_that_vanish_or_are_not_finite() -> None:
