@@ -46,7 +46,7 @@ def test_any_number_of_programs(num_programs: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [16, 48, 96, 192])
-@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (16, 1), (28, 4)])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (6, 3), (16, 1), (28, 4)])
 def test_heads(heads: tuple[int, int], head_dim: int) -> None:
     make = {"lengths": [3, 1], "positions": [30, 9], "slots": [4, 0], "dtype": F32}
     batch = make_attention_batch(
@@ -96,6 +96,24 @@ def test_pages_past_two_to_the_31st_element(tmp_path: Path) -> None:
         far[name] = far_apart(pages, len(pages), 2**30, tmp_path / name).copy_(pages)
     assert batch.page_table[2, :3].max() >= 2
     check_verify(replace(batch, **far), launch.verify, config=CONFIG)
+
+
+def test_rows_past_two_to_the_31st_element(tmp_path: Path) -> None:
+    found = []
+    for is_far in (False, True):
+        batch = make_attention_batch([1] * 4, [20, 3, 0, 9], [2, 1, 5, -1], dtype=F16)
+        rows = {"q": batch.q, "k": batch.k, "v": batch.v, "out": torch.empty_like(batch.q)}
+        if is_far:
+            rows = {
+                name: far_apart(part, 4, 2**30, tmp_path / name).copy_(part)
+                for name, part in rows.items()
+            }
+        out = rows.pop("out")
+        launch.verify(*replace(batch, **rows).tensors, 1, 0.25, out, config=CONFIG)
+        found.append([out, batch.k_pages, batch.v_pages])
+    for far, near in zip(*found, strict=True):
+        torch.testing.assert_close(far, near, rtol=0, atol=0, equal_nan=True)
+    assert found[0][0][:3].isfinite().all() and found[0][0][3].eq(0).all()
 
 
 def test_no_requests() -> None:
