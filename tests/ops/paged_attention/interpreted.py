@@ -45,6 +45,14 @@ def test_any_number_of_programs(num_programs: int) -> None:
     check_verify(make_attention_batch(**make), launch.verify, config=config)
 
 
+def test_more_requests_than_one_kernel_is_built_for() -> None:
+    count = 70
+    positions = [i % 19 for i in range(count)]
+    make = {"lengths": [1] * count, "positions": positions, "slots": list(range(count))}
+    batch = make_attention_batch(**make, num_slots=count, page_size=16, dtype=F32)
+    check_verify(batch, launch.verify, config=CONFIG)
+
+
 @pytest.mark.parametrize("head_dim", [16, 48, 96, 192])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (6, 3), (16, 1), (28, 4)])
 def test_heads(heads: tuple[int, int], head_dim: int) -> None:
