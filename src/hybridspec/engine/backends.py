@@ -101,17 +101,11 @@ def backends_in_use(pools: Pools, attention: AttentionChoice) -> dict[str, tuple
     chosen = {}
     if pools.gdn:
         chosen["gated_delta_rule"] = _gdn_choice(pools)
-        chosen["causal_conv1d"] = _named(_explain_conv(pools))
+        chosen["causal_conv1d"] = _conv_choice(pools)
     chosen["paged_attention"] = attention["verify"]
     chosen["attention of prompts"] = attention["prefill"]
     chosen["sampling"] = ("reference", "plain PyTorch, the only backend of this op")
     return chosen
-
-
-def _named(reason: str | None) -> tuple[str, str]:
-    if reason is None:
-        return "triton", _SERVES
-    return "reference", f"plain PyTorch; not triton: {reason}"
 
 
 def _gdn_choice(pools: Pools) -> tuple[str, str]:
@@ -127,10 +121,12 @@ def _gdn_choice(pools: Pools) -> tuple[str, str]:
     return name, _reason(name, refusals, is_asked_for=False)
 
 
-def _explain_conv(pools: Pools) -> str | None:
+def _conv_choice(pools: Pools) -> tuple[str, str]:
     ring = pools.gdn[0].conv_ring
     x = torch.empty(1, ring.shape[2], dtype=pools.dtype, device=pools.device)
     weight = torch.empty(
         ring.shape[2], pools.geometry.conv_width, dtype=pools.dtype, device=pools.device
     )
-    return conv_launch.explain_verify(x, weight, ring, x, 1)
+    refusal = conv_launch.explain_verify(x, weight, ring, x, 1)
+    name = "triton" if refusal is None else "reference"
+    return name, _reason(name, {"triton": refusal}, is_asked_for=False)

@@ -20,9 +20,26 @@ __all__ = [
     "check_dtype",
     "check_last_stride",
     "check_option",
+    "dtype_name",
+    "row_alignment",
 ]
 
 Dims = dict[str, int]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype as messages do, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def row_alignment(*tensors: Tensor) -> int:
+    """Bytes, up to 16, that divide the addresses of all rows."""
+    bits = 16
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+        for stride in tensor.stride()[:-1]:
+            bits |= stride * tensor.element_size()
+    return bits & -bits
 
 
 def check(name: str, tensor: Tensor, spec: str, dims: Dims) -> None:
@@ -59,10 +76,8 @@ def check(name: str, tensor: Tensor, spec: str, dims: Dims) -> None:
 def check_dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
     """Raise TypeError unless the tensor's dtype is one of `allowed`."""
     if tensor.dtype not in allowed:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        raise TypeError(
-            f"{name}: expected dtype {names}, got {str(tensor.dtype).removeprefix('torch.')}"
-        )
+        names = ", ".join(map(dtype_name, allowed))
+        raise TypeError(f"{name}: expected dtype {names}, got {dtype_name(tensor.dtype)}")
 
 
 def check_last_stride(name: str, tensor: Tensor) -> None:

@@ -22,7 +22,6 @@ typedef uint8_t uint8;
 typedef uint16_t uint16;
 typedef uint32_t uint32;
 typedef uint64_t uint64;
-typedef int64_t int64;
 
 #define DEVICE inline
 #define UNROLL

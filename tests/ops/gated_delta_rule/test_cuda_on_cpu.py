@@ -15,7 +15,7 @@ from helpers.gdn_kernel_cases import CUDA_CASES, CUDA_MODES, LARGE, NARROW
 from helpers.gdn_row_calls import RowCall
 from helpers.guarded import at_the_end_of_memory
 from hybridspec.errors import UnsupportedError
-from hybridspec.ops.gated_delta_rule import RingView, launch_cuda
+from hybridspec.ops.gated_delta_rule import RingView, choice, launch_cuda
 from hybridspec.ops.gated_delta_rule.int8_state import quantise
 from hybridspec.ops.gated_delta_rule.launch_cuda import CudaConfig
 
@@ -25,7 +25,7 @@ F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
 @pytest.fixture(autouse=True)
 def cuda_on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_cuda, "load_kernel", cuda_on_cpu.load_kernel)
-    monkeypatch.setattr(launch_cuda, "explain_verify", launch_cuda.explain_tensors)
+    monkeypatch.setitem(choice._ON_CPU, "cuda", launch_cuda.explain_tensors)
 
 
 def operand(dtypes: Dtypes) -> torch.dtype:

@@ -12,7 +12,7 @@ from helpers.attention_cases import make_attention_batch
 from helpers.triton_process import run_interpreted, run_with_compiler
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops import paged_attention
-from hybridspec.ops.paged_attention import launch
+from hybridspec.ops._checks import row_alignment
 
 HERE = Path(__file__).resolve().parent
 
@@ -38,10 +38,10 @@ def test_compiled_kernels_fit(capability: int) -> None:
 
 def test_addresses_are_as_aligned_as_the_least_of_them() -> None:
     rows = torch.zeros(4, 64, dtype=torch.float16)
-    assert launch._alignment(rows, rows[:, 8:]) == 16
-    assert launch._alignment(rows, rows[:, 4:]) == 8
-    assert launch._alignment(rows, rows.as_strided((2, 64), (66, 1))) == 4
-    assert launch._alignment(rows[:, 1:], rows) == 2
+    assert row_alignment(rows, rows[:, 8:]) == 16
+    assert row_alignment(rows, rows[:, 4:]) == 8
+    assert row_alignment(rows, rows.as_strided((2, 64), (66, 1))) == 4
+    assert row_alignment(rows[:, 1:], rows) == 2
 
 
 def test_refuses_a_cpu() -> None:

@@ -8,7 +8,6 @@ typedef unsigned char uint8;
 typedef unsigned short uint16;
 typedef unsigned int uint32;
 typedef unsigned long long uint64;
-typedef long long int64;
 
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")

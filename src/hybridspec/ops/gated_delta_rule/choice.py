@@ -6,13 +6,17 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from hybridspec.ops._backends import Supports
-from hybridspec.ops._triton_support import triton_or_reference
+from hybridspec.ops._backends import Supports, always
 from hybridspec.ops.gated_delta_rule import launch, launch_cuda
 
 __all__ = ["verify_backends"]
 
-_portable = triton_or_reference(launch.explain_verify)
+_ON_DEVICE: dict[str, Supports] = {
+    "cuda": launch_cuda.explain_verify,
+    "triton": launch.explain_verify,
+    "reference": always,
+}
+_ON_CPU: dict[str, Supports] = {"reference": always, **_ON_DEVICE}
 
 
 def verify_backends(anchor: Tensor) -> Mapping[str, Supports]:
@@ -21,6 +25,4 @@ def verify_backends(anchor: Tensor) -> Mapping[str, Supports]:
     Args:
         anchor: a tensor of the call; its device decides the order.
     """
-    portable = _portable(anchor)
-    cuda = {"cuda": launch_cuda.explain_verify}
-    return {**cuda, **portable} if anchor.is_cuda else {**portable, **cuda}
+    return _ON_DEVICE if anchor.is_cuda else _ON_CPU

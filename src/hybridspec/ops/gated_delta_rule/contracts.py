@@ -16,6 +16,7 @@ from hybridspec.ops._checks import (
     check_dtype,
     check_last_stride,
     check_option,
+    dtype_name,
 )
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.gated_delta_rule.ring import RingView
@@ -114,7 +115,7 @@ def check_state(state: Tensor, state_scale: Tensor | None) -> None:
             f"got None"
         )
     if state.dtype != torch.int8:
-        name = str(state.dtype).removeprefix("torch.")
+        name = dtype_name(state.dtype)
         raise TypeError(f"state_scale: expected None with a state of {name}, got a tensor")
     slots, heads, value_dim, key_dim = state.shape
     if key_dim % GROUP_SIZE:

@@ -98,6 +98,11 @@ class RowCursors:
     fold_threshold: int | None = None
     is_padding_zeroed: bool = True
 
+    @classmethod
+    def of_slots(cls, ring: RingView) -> RowCursors:
+        """The cursors of a ring itself, keyed by slot."""
+        return cls(history_len=ring.history_len, ring_start=ring.ring_start)
+
 
 def choose_operands(rows: Tensor, state: Tensor, ring: RingView) -> Operands:
     """Pick operand types: those of the tensors, or fp32 throughout for fp32 activations.
@@ -249,10 +254,7 @@ def verify(
     from hybridspec.ops.gated_delta_rule.triton_verify import verify_kernel
 
     _, value_heads, value_dim, key_dim = state.shape
-    if by_row is None:
-        cursors = RowCursors(history_len=ring.history_len, ring_start=ring.ring_start)
-    else:
-        cursors = by_row
+    cursors = by_row or RowCursors.of_slots(ring)
     num_requests = slots.shape[0] if slots is not None else cursors.history_len.shape[0]
     if num_requests == 0:
         out.zero_()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.errors import UnsupportedError
+from hybridspec.ops._checks import dtype_name, row_alignment
 from hybridspec.ops._nvrtc import explain_compiler, load_kernel
 from hybridspec.ops._triton_support import capability
 from hybridspec.ops.gated_delta_rule.launch import RowCursors
@@ -124,15 +125,15 @@ def explain_tensors(
 ) -> str | None:
     """Say which size, dtype or alignment of a call the kernel does not take, or return None."""
     if q.dtype not in _ACTS:
-        return f"q has dtype {_name(q.dtype)}, it takes bfloat16 and float16"
+        return f"q has dtype {dtype_name(q.dtype)}, it takes bfloat16 and float16"
     for name, tensor in (("ring.k", ring.k), ("ring.u", ring.u), ("out", out)):
         if tensor.dtype != q.dtype:
-            return f"{name} has dtype {_name(tensor.dtype)}, q has {_name(q.dtype)}"
+            return f"{name} has dtype {dtype_name(tensor.dtype)}, q has {dtype_name(q.dtype)}"
     wide = (torch.float32, torch.int8) if q.dtype == torch.bfloat16 else ()
     if state.dtype not in (q.dtype, *wide):
-        return f"state has dtype {_name(state.dtype)} and q {_name(q.dtype)}"
+        return f"state has dtype {dtype_name(state.dtype)} and q {dtype_name(q.dtype)}"
     if a.dtype != b.dtype or a.dtype not in (q.dtype, torch.float32):
-        return f"a and b have dtypes {_name(a.dtype)} and {_name(b.dtype)}"
+        return f"a and b have dtypes {dtype_name(a.dtype)} and {dtype_name(b.dtype)}"
     if ring.cum_log_decay.dtype != torch.float32 or ring.cum_log_decay.stride(2) != 1:
         return "ring.cum_log_decay is not fp32 with a last stride of 1"
     value_dim, key_dim = state.shape[2:]
@@ -148,16 +149,12 @@ def explain_tensors(
         ("q", q), ("k", k), ("v", v), ("state", state), ("ring.k", ring.k), ("ring.u", ring.u),
         ("out", out),
     ):  # fmt: skip
-        bytes_apart = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
-        if tensor.data_ptr() % 16 or any(stride % 16 for stride in bytes_apart):
+        if row_alignment(tensor) < 16:
             return f"{name} does not lie on 16-byte boundaries"
-        if max(bytes_apart) >= 2**32:
-            return f"{name} has a stride of {max(bytes_apart)} bytes"
+        longest = max(tensor.stride()) * tensor.itemsize
+        if longest >= 2**32:
+            return f"{name} has a stride of {longest} bytes"
     return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _defines(k: Tensor, a: Tensor, state: Tensor, config: CudaConfig) -> dict[str, object]:
@@ -202,17 +199,14 @@ def verify(
     config: CudaConfig | None = None,
 ) -> None:
     """Launch the kernel; arguments as `launch.verify`, and the row scales of an 8-bit state."""
-    if by_row is None:
-        cursors = RowCursors(history_len=ring.history_len, ring_start=ring.ring_start)
-    else:
-        cursors = by_row
+    cursors = by_row or RowCursors.of_slots(ring)
     num_requests = slots.shape[0] if slots is not None else cursors.history_len.shape[0]
     if num_requests == 0:
         out.zero_()
         return
     if state_scale is not None:
         _check_scale(state_scale)
-    A_log, dt_bias = (part.float().contiguous() for part in (A_log, dt_bias))
+    A_log, dt_bias = A_log.float(), dt_bias.float()
     num_heads = num_requests * state.shape[1]
     config = config or choose_config(num_heads, state.shape[2], state.dtype)
     params = Params(

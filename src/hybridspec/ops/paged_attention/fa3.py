@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from hybridspec.ops._checks import dtype_name, row_alignment
 from hybridspec.ops._triton_support import CPU_CAPABILITY, capability
 from hybridspec.ops.paged_attention.append import append_rows
 from hybridspec.ops.verify_plan import copy_page_table
@@ -111,19 +112,17 @@ def explain(
 
 def _explain_dtypes(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> str | None:
     if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"q has dtype {_name(q.dtype)}; FlashAttention-3 takes bfloat16 and float16"
+        return f"q has dtype {dtype_name(q.dtype)}; FlashAttention-3 takes bfloat16 and float16"
     for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages)):
         if tensor.dtype != q.dtype:
-            return f"{name} has dtype {_name(tensor.dtype)}, q has {_name(q.dtype)}"
+            return f"{name} has dtype {dtype_name(tensor.dtype)}, q has {dtype_name(q.dtype)}"
     return None
 
 
 def _explain_strides(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> str | None:
-    elements = _ALIGNMENT // q.element_size()
     for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
-        strides = tensor.stride()
-        if tensor.data_ptr() % _ALIGNMENT or any(stride % elements for stride in strides[:-1]):
-            return f"{name} is not aligned to {_ALIGNMENT} bytes (strides {strides})"
+        if row_alignment(tensor) < _ALIGNMENT:
+            return f"{name} is not aligned to {_ALIGNMENT} bytes (strides {tensor.stride()})"
     return None
 
 
@@ -137,10 +136,6 @@ def _explain_build(build: Build, q: Tensor) -> str | None:
     if not any(dim >= head_dim and f"HDIM{dim}" not in build.disabled for dim in _HEAD_DIMS):
         return f"{build.name} was built without head size {head_dim}"
     return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def verify(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridspec.ops._checks import dtype_name, row_alignment
 from hybridspec.ops._triton_support import (
     INTEGERS,
     capability,
@@ -140,16 +141,6 @@ def choose_launch(
     )
 
 
-def _alignment(*tensors: Tensor) -> int:
-    """Bytes, up to 16, that divide the addresses of all rows."""
-    bits = 16
-    for tensor in tensors:
-        bits |= tensor.data_ptr()
-        for stride in tensor.stride()[:-1]:
-            bits |= stride * tensor.element_size()
-    return bits & -bits
-
-
 @functools.cache
 def _num_processors(device: torch.device) -> int:
     if device.type != "cuda":
@@ -174,16 +165,14 @@ def explain_verify(
     floats = [("q", q), ("k", k), ("v", v), ("k_pages", k_pages), ("v_pages", v_pages)]
     integers = [
         ("page_table", page_table), ("seq_len", seq_len), ("cu_seqlens", cu_seqlens),
-        ("slots", slots), 
+        ("slots", slots),
     ]  # fmt: skip
-    reason = explain_tensors([*floats, ("out", out)]) or explain_tensors(
-        [("page_table", page_table), *integers], INTEGERS
-    )
+    reason = explain_tensors([*floats, ("out", out)]) or explain_tensors(integers, INTEGERS)
     if reason is not None:
         return reason
     for name, tensor in floats[1:]:
         if tensor.dtype != q.dtype:
-            kinds = [str(x.dtype).removeprefix("torch.") for x in (tensor, q)]
+            kinds = dtype_name(tensor.dtype), dtype_name(q.dtype)
             return f"{name} has dtype {kinds[0]}, q has {kinds[1]}; the kernel takes one dtype"
     if k_pages.stride() != v_pages.stride():
         return f"v_pages has strides {v_pages.stride()}, k_pages has {k_pages.stride()}"
@@ -243,7 +232,7 @@ def verify(
             q, k, v, k_pages, v_pages, out, parts, sums, cuts, *metadata, scale_log2,
             *q.stride()[:2], *strides,
             **sizes.split,
-            ALIGNMENT=_alignment(k, v, k_pages, v_pages),
+            ALIGNMENT=row_alignment(k, v, k_pages, v_pages),
             num_warps=config.num_warps,
             enable_fp_fusion=True,
         )  # fmt: skip
