@@ -25,6 +25,7 @@ typedef uint64_t uint64;
 
 #define DEVICE inline
 #define UNROLL
+#define ROLLED
 #define KERNEL(threads, blocks_per_multiprocessor) \
     constexpr int kThreads = threads;              \
     extern "C" void
@@ -64,9 +65,9 @@ inline int lane, warp, block, shared_bytes;
     std::abort();
 }
 
-inline void check_shared(const void* address) {
+inline void check_shared(const void* address, int bytes = 16) {
     const auto* first = static_cast<const uint8*>(address);
-    if (first < shared_memory || first + 16 > shared_memory + shared_bytes) fail("past the shared memory");
+    if (first < shared_memory || first + bytes > shared_memory + shared_bytes) fail("past the shared memory");
 }
 
 // Leave words and wait for those of all lanes; `place` tells exchanges apart. Returns the buffer.
@@ -111,13 +112,18 @@ inline Chunk load_shared(const void* from) {
     cpu::check_shared(from);
     return load(from);
 }
-inline void store(void* to, uint32 first, uint32 second) {
-    const uint32 both[2] = {first, second};
-    std::memcpy(to, both, 8);
-}
 inline void store(void* to, const Chunk& chunk) {
     if (reinterpret_cast<uintptr_t>(to) % 16) cpu::fail("a store that is not aligned");
     std::memcpy(to, &chunk, 16);
+}
+inline void store_shared(void* to, const Chunk& chunk) {
+    cpu::check_shared(to, 16);
+    store(to, chunk);
+}
+inline void store_shared(void* to, uint32 first, uint32 second) {
+    cpu::check_shared(to, 8);
+    const uint32 both[2] = {first, second};
+    std::memcpy(to, both, 8);
 }
 
 template <bool read_once>
@@ -126,6 +132,10 @@ inline void copy_async(void* shared, const void* global) {
         cpu::fail("a copy that is not aligned");
     cpu::check_shared(shared);
     cpu::lanes[cpu::lane].open.push_back({shared, global});
+}
+alignas(16) inline const uint8 zeros[16] = {};
+inline void copy_async_if(bool live, void* shared, const void* global) {
+    copy_async<false>(shared, live ? global : zeros);
 }
 inline void copy_async_commit() {
     auto& mine = cpu::lanes[cpu::lane];
@@ -186,11 +196,8 @@ struct Bf16 {
     static uint32 pack(float first, float second) { return round(first) | round(second) << 16; }
     static float first(uint32 pair) { return cpu::real(pair << 16); }
     static float second(uint32 pair) { return cpu::real(pair & 0xffff0000u); }
-    static uint32 subtract(uint32 a, uint32 b) {
-        return pack(first(a) - first(b), second(a) - second(b));
-    }
-    static void mma(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
-    static void mma_8(float (&c)[4], const uint32 (&a)[2], uint32 b);
+    static void mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, const float (&c)[4]);
+    static void mma_8(float (&d)[4], const uint32 (&a)[2], uint32 b, const float (&c)[4]);
 };
 struct Fp16 {
     static uint32 round(float x) {
@@ -208,8 +215,8 @@ struct Fp16 {
     static uint32 pack(float first, float second) { return round(first) | round(second) << 16; }
     static float first(uint32 pair) { return widen(pair & 0xffff); }
     static float second(uint32 pair) { return widen(pair >> 16); }
-    static void mma(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
-    static void mma_8(float (&c)[4], const uint32 (&a)[2], uint32 b);
+    static void mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, const float (&c)[4]);
+    static void mma_8(float (&d)[4], const uint32 (&a)[2], uint32 b, const float (&c)[4]);
 };
 
 namespace cpu {
@@ -233,17 +240,25 @@ void mma(float (&c)[4], int place, int depth, std::initializer_list<uint32> oper
 
 }  // namespace cpu
 
-inline void Bf16::mma(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-    cpu::mma<Bf16>(c, 6, 16, {a[0], a[1], a[2], a[3], b0, b1});
+inline void Bf16::mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, const float (&c)[4]) {
+    float sums[4] = {c[0], c[1], c[2], c[3]};
+    cpu::mma<Bf16>(sums, 6, 16, {a[0], a[1], a[2], a[3], b0, b1});
+    std::copy(sums, sums + 4, d);
 }
-inline void Bf16::mma_8(float (&c)[4], const uint32 (&a)[2], uint32 b) {
-    cpu::mma<Bf16>(c, 7, 8, {a[0], a[1], b});
+inline void Bf16::mma_8(float (&d)[4], const uint32 (&a)[2], uint32 b, const float (&c)[4]) {
+    float sums[4] = {c[0], c[1], c[2], c[3]};
+    cpu::mma<Bf16>(sums, 7, 8, {a[0], a[1], b});
+    std::copy(sums, sums + 4, d);
 }
-inline void Fp16::mma(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-    cpu::mma<Fp16>(c, 8, 16, {a[0], a[1], a[2], a[3], b0, b1});
+inline void Fp16::mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, const float (&c)[4]) {
+    float sums[4] = {c[0], c[1], c[2], c[3]};
+    cpu::mma<Fp16>(sums, 8, 16, {a[0], a[1], a[2], a[3], b0, b1});
+    std::copy(sums, sums + 4, d);
 }
-inline void Fp16::mma_8(float (&c)[4], const uint32 (&a)[2], uint32 b) {
-    cpu::mma<Fp16>(c, 9, 8, {a[0], a[1], b});
+inline void Fp16::mma_8(float (&d)[4], const uint32 (&a)[2], uint32 b, const float (&c)[4]) {
+    float sums[4] = {c[0], c[1], c[2], c[3]};
+    cpu::mma<Fp16>(sums, 9, 8, {a[0], a[1], b});
+    std::copy(sums, sums + 4, d);
 }
 
 namespace cpu {

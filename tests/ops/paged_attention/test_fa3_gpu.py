@@ -245,7 +245,8 @@ def test_pages_are_refused_or_right() -> None:
     batch = make_attention_batch([3, 0, 2], [30, 4, 0], [0, 1, 2], head_dim=64, dtype=BF16,
                                  page_size=16)  # fmt: skip
     call = moved(batch, "cuda")
-    call = replace(call, k_pages=call.k_pages.nan_to_num(0), v_pages=call.v_pages.nan_to_num(0))
+    names = ("q", "k", "v", "k_pages", "v_pages")  # side by side, as what lies apart is refused too
+    call = replace(call, **{n: getattr(call, n).nan_to_num(0).contiguous() for n in names})
     out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
     reason = fa3.explain(*call.tensors, out, 3)
     if isinstance(fa3.installed_build(True), str):

@@ -11,6 +11,7 @@ typedef unsigned long long uint64;
 
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 #define KERNEL(threads, blocks_per_multiprocessor) \
     extern "C" __global__ void __launch_bounds__(threads, blocks_per_multiprocessor)
 
@@ -36,8 +37,14 @@ DEVICE Chunk load_if(bool live, const void* from) {
     return chunk;
 }
 DEVICE Chunk load_shared(const void* from) { return *static_cast<const Chunk*>(from); }
-DEVICE void store(void* to, uint32 first, uint32 second) { *static_cast<uint64*>(to) = uint64(second) << 32 | first; }
-DEVICE void store(void* to, const Chunk& chunk) { *static_cast<Chunk*>(to) = chunk; }
+// In assembly, or the compiler may store four times 4 bytes to save moves.
+DEVICE void store(void* to, const Chunk& chunk) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(chunk.r[0]), "r"(chunk.r[1]), "r"(chunk.r[2]),
+                 "r"(chunk.r[3])
+                 : "memory");
+}
+DEVICE void store_shared(void* to, const Chunk& chunk) { *static_cast<Chunk*>(to) = chunk; }
+DEVICE void store_shared(void* to, uint32 first, uint32 second) { *static_cast<uint64*>(to) = uint64(second) << 32 | first; }
 
 // ---- Copies from global to shared memory that a lane does not wait for ----
 
@@ -52,6 +59,11 @@ DEVICE void copy_async(void* shared, const void* global) {
             : "memory");
     else
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+}
+// Zeros otherwise, and nothing is read.
+DEVICE void copy_async_if(bool live, void* shared, const void* global) {
+    uint32 address = static_cast<uint32>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(live ? 16 : 0) : "memory");
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait until at most `pending` of the groups that this lane committed are under way.
@@ -116,23 +128,18 @@ struct Bf16 {
     }
     DEVICE static float first(uint32 pair) { return as_float(pair << 16); }
     DEVICE static float second(uint32 pair) { return as_float(pair & 0xffff0000u); }
-    DEVICE static uint32 subtract(uint32 a, uint32 b) {
-        uint32 result, minus_one = 0xbf80bf80u;
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(b), "r"(minus_one), "r"(a));
-        return result;
-    }
-    // c += A B with A [16, 16] and B [16, 8], or A [16, 8] and B [8, 8]; registers as in PTX.
-    DEVICE static void mma(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    // d = A B + c with A [16, 16] and B [16, 8], or A [16, 8] and B [8, 8]; registers as in PTX.
+    DEVICE static void mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, const float (&c)[4]) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-            "{%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+            "{%8, %9}, {%10, %11, %12, %13};"
+            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
     }
-    DEVICE static void mma_8(float (&c)[4], const uint32 (&a)[2], uint32 b) {
+    DEVICE static void mma_8(float (&d)[4], const uint32 (&a)[2], uint32 b, const float (&c)[4]) {
         asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(b));
+            "{%7, %8, %9, %10};"
+            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(b), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
     }
 };
 
@@ -152,16 +159,16 @@ struct Fp16 {
         asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}" : "=f"(result) : "r"(pair));
         return result;
     }
-    DEVICE static void mma(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    DEVICE static void mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, const float (&c)[4]) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-            "{%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+            "{%8, %9}, {%10, %11, %12, %13};"
+            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
     }
-    DEVICE static void mma_8(float (&c)[4], const uint32 (&a)[2], uint32 b) {
+    DEVICE static void mma_8(float (&d)[4], const uint32 (&a)[2], uint32 b, const float (&c)[4]) {
         asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(b));
+            "{%7, %8, %9, %10};"
+            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(b), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
     }
 };

@@ -22,6 +22,7 @@ _TARGETS = ((9, 0),)  # where it was measured against the portable kernel
 _NEVER = 2**31 - 1  # as fold_threshold; NEVER in the kernel
 _MAX_TOKENS = 8
 _MAX_WINDOW = 16
+_STAGED_BYTES = 48  # of shared memory for each value row; STAGED_BYTES / 32 in the kernel
 _ACTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 _POINTERS = (
     "q", "k", "v", "a", "b", "A_log", "dt_bias", "state", "state_scale", "ring_k", "ring_u",
@@ -59,37 +60,44 @@ class CudaConfig:
 
     Attributes:
         splits: warps that share the value rows of one head.
+        walk: value heads of a key head that a warp serves one after the other.
         warps: warps of a block.
         blocks: blocks that a multiprocessor must hold, which caps registers.
         evict_first: whether states that a step only reads leave the second-level cache early.
     """
 
     splits: int
+    walk: int
     warps: int
     blocks: int
     evict_first: bool
 
 
-def choose_config(num_heads: int, value_dim: int, state_dtype: torch.dtype) -> CudaConfig:
+def choose_config(
+    num_heads: int, ratio: int, value_dim: int, state_dtype: torch.dtype
+) -> CudaConfig:
     """Pick the shape of a launch; tuned on an H200, see docs/kernels/gdn_verify.md.
 
     Args:
         num_heads: requests times value heads.
+        ratio: value heads of a key head.
         value_dim: V.
         state_dtype: dtype of the checkpoints.
     """
-    # Beyond this the states of a step are several times the cache, and the hint slows folds down.
-    evict_first = num_heads <= 8192
+    walk = 2 if ratio % 2 == 0 and num_heads > 1024 else 1
     if state_dtype == torch.int8:  # half the bytes: a warp takes twice the rows
         rows, warps, resident = (128 if value_dim % 128 == 0 else 64), 1, 8
     elif state_dtype == torch.float32:
         rows, warps, resident = 64, 1, 6
     else:
-        rows, warps = 64, (2 if value_dim % 128 == 0 else 1)
-        # 12 warps have 168 registers each; the build without the hint would spill.
-        resident = 12 if evict_first and num_heads > 2048 else 8
+        rows, walk, warps, resident = 64, 1, (2 if value_dim % 128 == 0 else 1), 10
     return CudaConfig(
-        splits=value_dim // rows, warps=warps, blocks=resident // warps, evict_first=evict_first
+        splits=value_dim // rows,
+        walk=walk,
+        warps=warps,
+        blocks=resident // warps,
+        # Beyond this states are several times the cache, and the hint slows folds down.
+        evict_first=num_heads <= 8192,
     )
 
 
@@ -169,6 +177,7 @@ def _defines(k: Tensor, a: Tensor, state: Tensor, config: CudaConfig) -> dict[st
         "VALUE_DIM": state.shape[2],
         "STATE_STRIDE": state.stride(2) * state.itemsize,
         "SPLITS": config.splits,
+        "WALK": config.walk,
         "WARPS": config.warps,
         "BLOCKS_PER_MULTIPROCESSOR": config.blocks,
         "EVICT_FIRST": int(config.evict_first),
@@ -208,7 +217,8 @@ def verify(
         _check_scale(state_scale)
     A_log, dt_bias = A_log.float(), dt_bias.float()
     num_heads = num_requests * state.shape[1]
-    config = config or choose_config(num_heads, state.shape[2], state.dtype)
+    ratio = state.shape[1] // ring.k.shape[1]
+    config = config or choose_config(num_heads, ratio, state.shape[2], state.dtype)
     params = Params(
         *map(
             _address,
@@ -226,11 +236,11 @@ def verify(
         _NEVER if cursors.fold_threshold is None else cursors.fold_threshold,
         by_row is not None, cursors.is_padding_zeroed, use_qk_l2norm, 0, scale, beta_scale,
     )  # fmt: skip
-    threads, num_warps = 32 * config.warps, num_heads * config.splits
+    threads, num_warps = 32 * config.warps, num_heads // config.walk * config.splits
     row_bytes = state.shape[3] * state.itemsize
     if state_scale is not None:
         row_bytes += 2 * state_scale.shape[3]
-    shared_bytes = config.warps * state.shape[2] // config.splits * row_bytes
+    shared_bytes = config.warps * state.shape[2] // config.splits * (row_bytes + _STAGED_BYTES)
     with torch.cuda.device_of(q):
         kernel = load_kernel(
             SOURCE, "verify", tuple(_defines(k, a, state, config).items()), threads, shared_bytes,

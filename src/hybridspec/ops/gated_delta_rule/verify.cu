@@ -20,21 +20,34 @@
 // has its rows in that order: row g of pair j is row 8 (g / 2) + 2j + g % 2 of 32.
 //
 // The launch defines: ACT (Bf16 or Fp16), STATE_BITS (16: as ACT, 32, 8), GATE_BITS (16: as ACT, or
-// 32), HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, STATE_STRIDE (bytes between state rows), SPLITS, WARPS,
-// BLOCKS_PER_MULTIPROCESSOR, EVICT_FIRST (whether states that are only read leave the cache early).
+// 32), HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, STATE_STRIDE (bytes between state rows), SPLITS, WALK
+// (value heads of a warp), WARPS, BLOCKS_PER_MULTIPROCESSOR, EVICT_FIRST (whether states that are only
+// read leave the cache early).
 
 #include "primitives.cuh"
+
+// Where a turn is long its loop stays a loop: instructions that do not fit into their cache take
+// longer than all else.
+#if STATE_BITS == 16
+#define BLOCK_LOOP UNROLL
+#else
+#define BLOCK_LOOP ROLLED
+#endif
 
 constexpr int TOKENS = 8;
 constexpr int NEVER = 0x7fffffff;             // a fold_threshold
 constexpr int GROUPS = KEY_DIM / 32;          // of key columns
 constexpr int PART = VALUE_DIM / SPLITS;      // value rows of one warp
 constexpr int BLOCKS = PART / 32;             // of value rows
+constexpr int RATIO = VALUE_HEADS / HEADS;    // value heads of a key head
+constexpr int WALKS = VALUE_HEADS / WALK;     // of a request
 constexpr int ROW_BYTES = KEY_DIM * STATE_BITS / 8;
 constexpr int ROW_CHUNKS = ROW_BYTES / 16;
 constexpr int SCALE_BYTES = STATE_BITS == 8 ? 2 * GROUPS : 0;  // of a row
-constexpr int SHARED_BYTES = PART * (ROW_BYTES + SCALE_BYTES);  // of a warp
+constexpr int STAGED_BYTES = 512 * 3;  // of a block: 16 bytes a lane for live rows g and g + 8 of u, and for v
+constexpr int SHARED_BYTES = PART * (ROW_BYTES + SCALE_BYTES) + BLOCKS * STAGED_BYTES;  // of a warp
 
+static_assert(RATIO % WALK == 0, "a walk stays with one key head");
 static_assert(KEY_DIM % 32 == 0 && PART % 32 == 0, "rows are loaded 32 numbers at a time");
 static_assert(ROW_CHUNKS >= 8 && (ROW_CHUNKS & (ROW_CHUNKS - 1)) == 0, "chunks are exchanged within 8");
 
@@ -94,12 +107,13 @@ struct Rows {
     DEVICE uint32 key(int j) const { return pairs[j / 2][j % 2 * 2]; }  // register j of the chunk
 };
 
-// c += rows other^T for 32 columns, of which a lane has those of row g in `other`.
+// d = c + rows other^T for 32 columns, of which a lane has those of row g in `other`.
 template <class Type = ACT>
-DEVICE void multiply(float (&c)[4], const Rows& rows, const Chunk& other) {
-    UNROLL
-    for (int i = 0; i < 2; ++i) Type::mma(c, rows.pairs[i], other.r[2 * i], other.r[2 * i + 1]);
+DEVICE void multiply(float (&d)[4], const Rows& rows, const Chunk& other, const float (&c)[4]) {
+    Type::mma(d, rows.pairs[0], other.r[0], other.r[1], c);
+    Type::mma(d, rows.pairs[1], other.r[2], other.r[3], d);
 }
+DEVICE void multiply(float (&c)[4], const Rows& rows, const Chunk& other) { multiply(c, rows, other, c); }
 
 // State rows in shared memory. Chunks of a row are exchanged, so that eight lanes that read at once
 // meet eight banks: chunk c of row r lies at c ^ exchange(r).
@@ -159,14 +173,6 @@ struct StateColumns {
         for (int j = 0; j < 4; ++j) pairs.r[j] = select_bytes(bytes[j / 2], 0x64646464u, j % 2 ? 0x4342 : 0x4140);
         return pairs;
     }
-    // The bits of 2^15 + 128 + n, times the factor, less the rest: off by 2e-3 of a quantum at most,
-    // and exact for a factor of bf16, so that what does not change keeps its bits.
-    DEVICE void widen(float (&x)[8], float factor) const {
-        const float rest = -32896.f * factor;
-        UNROLL
-        for (int i = 0; i < 8; ++i)
-            x[i] = fused_multiply_add(as_float(select_bytes(bytes[i / 4], 0x47000000u, 0x7504 + i % 4 * 16)), factor, rest);
-    }
 };
 #endif
 
@@ -175,8 +181,8 @@ struct StateColumns {
 // `factors` those of the rows of both columns.
 DEVICE void multiply_scaled(float (&c)[4], const Rows& rows, const StateColumns& state, const float (&excess)[4],
                             const Chunk& factors, int group) {
-    float part[4] = {excess[0], excess[1], excess[2], excess[3]};
-    multiply<Fp16>(part, rows, state.pairs());
+    float part[4];
+    multiply<Fp16>(part, rows, state.pairs(), excess);
     UNROLL
     for (int n = 0; n < 4; ++n) {
         const uint32 both = factors.r[n % 2 * 2 + group / 2];
@@ -197,132 +203,170 @@ DEVICE void multiply(float (&c)[4], const Rows& rows, const StateColumns& state)
 }
 #endif
 
-// Store columns 32 group + 8t .. + 7 of a state row; `row` points at column 8t. The row's factors, of an
-// 8-bit state, go to shared memory.
-DEVICE void store_columns(uint8* row, uint8* scales, uint32 group, uint32 t, const float (&x)[8]) {
+// Groups of columns of a folding state row that are put back together: where a maximum is looked for
+// across lanes, one group would wait for another.
+constexpr int TOGETHER = STATE_BITS == 8 ? 2 : 1;
+
+// Put columns 32 (group + i) + 8t .. + 7 of a state row where they were read in shared memory, rounded.
+// `row` points at the row, and `factors` at its factors if the state has 8 bits.
+DEVICE void put_columns(uint8* row, uint32 exchanged, uint8* factors, uint32 group, uint32 t, const float (&x)[TOGETHER][8]) {
 #if STATE_BITS == 32
     UNROLL
     for (int half = 0; half < 2; ++half) {
         Chunk part;
         UNROLL
-        for (int i = 0; i < 4; ++i) part.r[i] = as_bits(x[4 * half + i]);
-        store(row + 16 * (8 * group + half), part);
+        for (int i = 0; i < 4; ++i) part.r[i] = as_bits(x[0][4 * half + i]);
+        store_shared(row + 16 * ((8 * group + 2 * t + half) ^ exchanged), part);
     }
 #elif STATE_BITS == 16
     Chunk pairs;
     UNROLL
-    for (int j = 0; j < 4; ++j) pairs.r[j] = ACT::pack(x[2 * j], x[2 * j + 1]);
-    store(row + 64 * group, pairs);
+    for (int j = 0; j < 4; ++j) pairs.r[j] = ACT::pack(x[0][2 * j], x[0][2 * j + 1]);
+    store_shared(row + 16 * ((4 * group + t) ^ exchanged), pairs);
 #else
-    float largest = 0;  // magnitude in 32 columns
+    float factor[2];
     UNROLL
-    for (int i = 0; i < 8; ++i) largest = larger_magnitude(largest, x[i]);
-    UNROLL
-    for (int mask = 1; mask < 4; mask *= 2) largest = larger_magnitude(largest, from_lane_xor(largest, mask));
-    const uint32 scale = largest < 1e-30f ? 0 : Bf16::pack(largest * 0.007874016f, 0);  // 1 / 127
-    const float inverse = scale ? reciprocal(Bf16::first(scale)) : 0;
-    uint32 words[2];
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-        uint32 integers[4];  // 1.5 2^23 + n has the bits of n at its end
+    for (int i = 0; i < 2; ++i) {
+        float largest[4];  // magnitude in 32 columns
         UNROLL
-        for (int i = 0; i < 4; ++i) integers[i] = as_bits(x[4 * half + i] * inverse + 12582912.f);
-        words[half] = select_bytes(select_bytes(integers[0], integers[1], 0x40),
-                                   select_bytes(integers[2], integers[3], 0x40), 0x5410);
+        for (int j = 0; j < 4; ++j) largest[j] = larger_magnitude(x[i][j], x[i][4 + j]);
+        factor[i] = larger_magnitude(larger_magnitude(largest[0], largest[1]), larger_magnitude(largest[2], largest[3]));
     }
-    store(row + 32 * group, words[0], words[1]);
-    if (t == 0) *reinterpret_cast<uint16*>(scales + 2 * group) = static_cast<uint16>(scale);
+    UNROLL
+    for (int mask = 1; mask < 4; mask *= 2)
+        UNROLL
+        for (int i = 0; i < 2; ++i) factor[i] = larger_magnitude(factor[i], from_lane_xor(factor[i], mask));
+    bool vanishes[2];
+    UNROLL
+    for (int i = 0; i < 2; ++i) {
+        vanishes[i] = factor[i] < 1e-30f;
+        factor[i] = vanishes[i] ? 0 : factor[i] * 0.007874016f;  // 1 / 127
+    }
+    const uint32 both = Bf16::pack(factor[0], factor[1]);
+    UNROLL
+    for (int i = 0; i < 2; ++i) {
+        const float inverse = vanishes[i] ? 0 : reciprocal(i ? Bf16::second(both) : Bf16::first(both));
+        uint32 words[2];
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+            uint32 integers[4];  // 1.5 2^23 + n has the bits of n at its end
+            UNROLL
+            for (int j = 0; j < 4; ++j) integers[j] = as_bits(x[i][4 * half + j] * inverse + 12582912.f);
+            words[half] = select_bytes(select_bytes(integers[0], integers[1], 0x40),
+                                       select_bytes(integers[2], integers[3], 0x40), 0x5410);
+        }
+        store_shared(row + 16 * ((2 * (group + i) + t / 2) ^ exchanged) + t % 2 * 8, words[0], words[1]);
+    }
+    if (t == 0) *reinterpret_cast<uint32*>(factors + 2 * group) = both;
 #endif
 }
 
-// Copies of a warp's state rows to shared memory, a group for every block. What is asked for behind
-// the state arrives behind it, so only the first block goes before the live window is asked for.
-struct StateCopies {
-    static constexpr uint32 ROWS = 32 / ROW_CHUNKS;  // that a warp copies at once
-    uint8 *shared, *shared_scales;
-    const uint8 *state, *scales;
-    bool may_fold;
-    // Lines that are read once are the first to make room in the cache; those that a fold stores stay.
-    template <bool read_once>
-    DEVICE void block_as(uint32 first_row) const {
-        const uint32 row = lane_index() / ROW_CHUNKS, chunk = lane_index() % ROW_CHUNKS;
-        const uint8* from = state + row * STATE_STRIDE + 16 * chunk;
-        UNROLL
-        for (uint32 i = first_row; i < first_row + 32; i += ROWS)
-            copy_async<read_once>(shared + (i + row) * ROW_BYTES + 16 * (chunk ^ exchange(i + row)), from + i * STATE_STRIDE);
-    }
-    DEVICE void block(uint32 first_row) const {
-        if (EVICT_FIRST && !may_fold) block_as<true>(first_row);
-        else block_as<false>(first_row);
-        copy_async_commit();
-    }
-    DEVICE void first() const {
-        if (STATE_BITS == 8)
-            for (uint32 i = 16 * lane_index(); i < PART * SCALE_BYTES; i += 16 * 32)
-                copy_async<false>(shared_scales + i, scales + i);
-        block(0);
-    }
-    DEVICE void rest() const {
-        UNROLL
-        for (uint32 i = 1; i < BLOCKS; ++i) block(32 * i);
-    }
-};
-
-DEVICE void zero_rows(const Params& p, uint16* out, uint32 first, uint32 last, uint32 step) {
-    for (uint32 row = first; row < last; row += step)
-        for (uint32 i = lane_index(); i < PART / 8; i += 32)
-            store(out + offset(row, p.out_stride_n) + 8 * i, Chunk{{0, 0, 0, 0}});
+// Copy 32 state rows, and their factors, to shared memory. Lines that are read once
+// are the first to make room in the cache; those that a fold stores stay.
+template <bool read_once>
+DEVICE void copy_rows_as(uint8* rows, const uint8* state) {
+    constexpr uint32 ROWS = 32 / ROW_CHUNKS;  // that a warp copies at once
+    const uint32 row = lane_index() / ROW_CHUNKS, chunk = lane_index() % ROW_CHUNKS;
+    UNROLL
+    for (uint32 i = 0; i < 32; i += ROWS)
+        copy_async<read_once>(rows + (i + row) * ROW_BYTES + 16 * (chunk ^ exchange(i + row)),
+                              state + (i + row) * STATE_STRIDE + 16 * chunk);
+}
+DEVICE void copy_rows(uint8* rows, uint8* factors, const uint8* state, const uint8* scales, bool may_fold) {
+    if (EVICT_FIRST && !may_fold) copy_rows_as<true>(rows, state);
+    else copy_rows_as<false>(rows, state);
+    if (STATE_BITS == 8 && lane_index() < 2 * SCALE_BYTES)
+        copy_async<false>(factors + 16 * lane_index(), scales + 16 * lane_index());
+}
+// Store them from there, whole lines at a time.
+DEVICE void store_rows(const uint8* rows, const uint8* factors, uint8* state, uint8* scales) {
+    constexpr uint32 ROWS = 32 / ROW_CHUNKS;
+    const uint32 row = lane_index() / ROW_CHUNKS, chunk = lane_index() % ROW_CHUNKS;
+    UNROLL
+    for (uint32 i = 0; i < 32; i += ROWS)
+        store(state + (i + row) * STATE_STRIDE + 16 * chunk,
+              load_shared(rows + (i + row) * ROW_BYTES + 16 * (chunk ^ exchange(i + row))));
+    if (STATE_BITS == 8 && lane_index() < 2 * SCALE_BYTES)
+        store(scales + 16 * lane_index(), load_shared(factors + 16 * lane_index()));
 }
 
-// Rows g and g + 8 of the live window, decays of rows 2t, 2t + 1, 2t + 8, 2t + 9; zero where dead.
-struct Window {
-    Chunk k[2][GROUPS], u[2][BLOCKS];
-    float decay[2][2], decay_end;
-    DEVICE Window(const Params& p, const uint16* ring_k, const uint16* ring_u, const float* ring_decay, uint32 start,
-                  uint32 history, uint32 g, uint32 t) {
-        const uint32 mask = p.ring_capacity - 1;
-        UNROLL
-        for (int half = 0; half < 2; ++half) {
-            const uint32 j = g + 8 * half, row = (start + j) & mask;
-            UNROLL
-            for (int i = 0; i < GROUPS; ++i) k[half][i] = load_if(j < history, ring_k + offset(row, p.ring_k_stride_r) + 32 * i);
-            UNROLL
-            for (int i = 0; i < BLOCKS; ++i) u[half][i] = load_if(j < history, ring_u + offset(row, p.ring_u_stride_r) + 32 * i);
-        }
-        UNROLL
-        for (int half = 0; half < 2; ++half)
-            UNROLL
-            for (int i = 0; i < 2; ++i) decay[half][i] = ring_decay[(start + 2 * t + i + 8 * half) & mask];
-        decay_end = ring_decay[(start + history - 1) & mask];
+// Zero the warp's columns of rows first, first + step, ...; `out` is its first head.
+DEVICE void zero_rows(const Params& p, uint16* out, uint32 first, uint32 last, uint32 step) {
+    for (uint32 row = first; row < last; row += step)
+        for (uint32 i = lane_index(); i < WALK * PART / 8; i += 32)
+            store(out + offset(row, p.out_stride_n) + offset(i / (PART / 8), p.out_stride_h) + i % (PART / 8) * 8,
+                  Chunk{{0, 0, 0, 0}});
+}
+
+// Addresses of one value head: its state, ring and rows, from `value_first` on.
+struct Head {
+    uint8 *state, *scales;
+    uint16* ring_u;      // ring row 0, column 8t
+    float* ring_decay;   // of ring row 0
+    const uint16* v;     // of the lane's token, column 8t
+    uint16* out;         // of the lane's token, column 8t
+    uint32 hv;
+    DEVICE Head(const Params& p, uint32 slot, uint32 token, uint32 hv, uint32 value_first, uint32 t) : hv(hv) {
+        state = p.state + offset(slot, p.state_stride_s) + offset(hv, p.state_stride_h) + value_first * STATE_STRIDE;
+        scales = p.state_scale + offset(slot, p.scale_stride_s) + offset(hv, p.scale_stride_h) + value_first * SCALE_BYTES;
+        ring_u = p.ring_u + offset(slot, p.ring_u_stride_s) + offset(hv, p.ring_u_stride_h) + value_first + 8 * t;
+        ring_decay = p.ring_decay + offset(slot, p.decay_stride_s) + offset(hv, p.decay_stride_h);
+        v = p.v + offset(token, p.v_stride_n) + offset(hv, p.v_stride_h) + value_first + 8 * t;
+        out = p.out + offset(token, p.out_stride_n) + offset(hv, p.out_stride_h) + value_first + 8 * t;
     }
-    // Turn decays into weights e^{G_P - G_j}; selected, since what is dead may be anything.
-    DEVICE void weigh(uint32 history, uint32 t) {
-        decay_end = history ? decay_end : 0;
-        UNROLL
-        for (int half = 0; half < 2; ++half)
-            UNROLL
-            for (int i = 0; i < 2; ++i) {
-                const float factor = exponential(decay_end - decay[half][i]);
-                decay[half][i] = 2 * t + i + 8 * half < history ? factor : 0;
-            }
+    DEVICE void advance(const Params& p) {
+        state += p.state_stride_h, scales += p.scale_stride_h, ring_u += p.ring_u_stride_h;
+        ring_decay += p.decay_stride_h, v += p.v_stride_h, out += p.out_stride_h, ++hv;
     }
 };
+
+// Gates of the lane's token; decays of live rows 2t, 2t + 1, 2t + 8, 2t + 9 and of the last one.
+struct HeadScalars {
+    float a, b, A_log, dt_bias, decay[2][2], decay_end;
+    DEVICE HeadScalars(const Params& p, uint32 token, uint32 hv, const float* ring_decay, uint32 start, uint32 history, uint32 t) {
+        a = load_gate(p.a, offset(token, p.a_stride_n) + hv), b = load_gate(p.b, offset(token, p.b_stride_n) + hv);
+        A_log = p.A_log[hv], dt_bias = p.dt_bias[hv];
+        const uint32 ring_mask = p.ring_capacity - 1;
+        UNROLL
+        for (int half = 0; half < 2; ++half)
+            UNROLL
+            for (int i = 0; i < 2; ++i) decay[half][i] = ring_decay[(start + 2 * t + i + 8 * half) & ring_mask];
+        decay_end = ring_decay[(start + history - 1) & ring_mask];
+    }
+};
+
+// Rows g and g + 8 of the live window; zero where dead.
+struct Window {
+    uint32 row[2];
+    bool live[2];
+    DEVICE Window(uint32 start, uint32 history, uint32 ring_mask, uint32 g) {
+        UNROLL
+        for (int half = 0; half < 2; ++half) row[half] = (start + g + 8 * half) & ring_mask, live[half] = g + 8 * half < history;
+    }
+};
+
+// Copy a block of live rows of u, and of v, to a lane's place in shared memory; `u` is ring row 0.
+DEVICE void copy_values(uint8* staged, const Window& window, const uint16* u, uint32 stride, const uint16* v) {
+    UNROLL
+    for (int half = 0; half < 2; ++half)
+        copy_async_if(window.live[half], staged + 512 * half, u + offset(window.row[half], stride));
+    copy_async<false>(staged + 1024, v);
+}
 
 // Row g of M - 1 and of C M, where C_ts = e^{c_t - c_s} q_t.k_s (s <= t); columns 2t and 2t + 1.
 struct Couplings {
     uint32 pairs[2];
 };
 
-// Solve for them. `dots` are k_g.k_s and q_g.k_s for s = 2t and 2t + 1, not normalised.
-DEVICE Couplings solve(float decay, float beta, float k_norm, float q_norm, const float (&k_norm_of)[2],
-                       const float (&dots)[4], uint32 g, uint32 t) {
+// Solve for them. `dots` are k_g.k_s and q_g.k_s for s = 2t and 2t + 1.
+DEVICE Couplings solve(float decay, float beta, const float (&dots)[4], uint32 g, uint32 t) {
     float of_k[2], of_q[2], solved_k[2], solved_q[2];
     UNROLL
     for (int i = 0; i < 2; ++i) {
         const uint32 s = 2 * t + i;
-        const float both = exponential(decay - from_lane(decay, 4 * s)) * k_norm_of[i];
-        solved_k[i] = of_k[i] = s < g ? -beta * k_norm * both * dots[i] : 0;
-        solved_q[i] = of_q[i] = s <= g ? q_norm * both * dots[2 + i] : 0;
+        const float between = exponential(decay - from_lane(decay, 4 * s));
+        solved_k[i] = of_k[i] = s < g ? -beta * between * dots[i] : 0;
+        solved_q[i] = of_q[i] = s <= g ? between * dots[2 + i] : 0;
     }
     UNROLL
     for (int s = 1; s < TOKENS; ++s) {  // forward substitution: row s is final, rows below take it in
@@ -337,69 +381,92 @@ DEVICE Couplings solve(float decay, float beta, float k_norm, float q_norm, cons
     return {{ACT::pack(solved_k[0], solved_k[1]), ACT::pack(solved_q[0], solved_q[1])}};
 }
 
-// S0 <- e^{G_P} S0 + (w u)^T k, from the rows in shared memory. `rows` and `state` point at the lane's
-// first row (`row_in_block`), `state` at column 8t.
-DEVICE void fold(Window& window, float window_decay, const uint8* rows, uint32 exchanged, uint8* scales, uint8* state,
-                 uint32 row_in_block, uint32 t) {
-    UNROLL
-    for (int half = 0; half < 2; ++half)
-        UNROLL
-        for (int i = 0; i < GROUPS; ++i)
-            UNROLL
-            for (int pair = 0; pair < 4; ++pair) window.k[half][i].r[pair] = transpose(window.k[half][i].r[pair]);
-    UNROLL
-    for (int block = 0; block < BLOCKS; ++block)
-        UNROLL
-        for (int tile = 0; tile < 2; ++tile) {  // 16 state rows
-            sync_warp();  // or the compiler reads rows ahead until registers run out
-            const uint32 row = 32 * block + 4 * tile;
-            uint32 weighted[4];
-            UNROLL
-            for (int i = 0; i < 4; ++i) {
-                const int half = i / 2;
-                const uint32 pair = transpose(window.u[half][block].r[2 * tile + i % 2]);
-                weighted[i] = ACT::pack(window.decay[half][0] * ACT::first(pair), window.decay[half][1] * ACT::second(pair));
-            }
-            UNROLL
-            for (int i = 0; i < GROUPS; ++i) {
-                float x[2][8];
-                UNROLL
-                for (int half = 0; half < 2; ++half) {
-                    float factor = window_decay;
+// Columns 32 group + 8t .. + 7 of a pair of state rows (`row` and two behind it), e^{G_P} S0 + (w u)^T k.
+// `keys` are columns of this group of the window, transposed, and `factors` those of `row`.
+DEVICE void fold_columns(float (&x)[2][8], const uint8* rows, const uint8* factors, uint32 exchanged, uint32 row, uint32 group,
+                         uint32 t, const uint32 (&weighted_u)[4], const Chunk& keys_0, const Chunk& keys_8, float window_decay) {
 #if STATE_BITS == 8
-                    factor *= Bf16::first(*reinterpret_cast<const uint16*>(
-                        scales + (row_in_block + row + 2 * half) * SCALE_BYTES + 2 * i));
+    // The tensor cores turn integers into numbers: times one, less 1152.
+    const uint32 g = lane_index() / 4;
+    const uint32 identity = g / 2 == t ? (g % 2 ? 0x3c000000u : 0x00003c00u) : 0;
+    const float minus_1152[4] = {-1152, -1152, -1152, -1152}, zeros[4] = {0, 0, 0, 0};
+    float factor[2];
+    Chunk integers[2];
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        const uint32 both = *reinterpret_cast<const uint32*>(factors + 2 * half * SCALE_BYTES + group / 2 * 4);
+        factor[half] = window_decay * (group % 2 ? Bf16::second(both) : Bf16::first(both));
+        integers[half] = StateColumns(rows, exchanged, row + 2 * half, group, t).pairs();
+    }
+    UNROLL
+    for (int j = 0; j < 4; ++j) {
+        float old[4], added[4];
+        Fp16::mma_8(old, {integers[0].r[j], integers[1].r[j]}, identity, minus_1152);
+        ACT::mma(added, weighted_u, keys_0.r[j], keys_8.r[j], zeros);
+        UNROLL
+        for (int i = 0; i < 4; ++i) x[i / 2][2 * j + i % 2] = fused_multiply_add(old[i], factor[i / 2], added[i]);
+    }
+#else
+    UNROLL
+    for (int half = 0; half < 2; ++half) StateColumns(rows, exchanged, row + 2 * half, group, t).widen(x[half], window_decay);
+    UNROLL
+    for (int j = 0; j < 4; ++j) {
+        float c[4] = {x[0][2 * j], x[0][2 * j + 1], x[1][2 * j], x[1][2 * j + 1]};
+        ACT::mma(c, weighted_u, keys_0.r[j], keys_8.r[j], c);
+        UNROLL
+        for (int i = 0; i < 4; ++i) x[i / 2][2 * j + i % 2] = c[i];
+    }
 #endif
-                    StateColumns(rows, exchanged, row + 2 * half, i, t).widen(x[half], factor);
-                }
+}
+
+// Fold 32 state rows in shared memory. `keys` are transposed; `rows` and `factors` are those of the
+// lane's first row.
+DEVICE void fold_block(uint8* rows, uint8* factors, uint32 exchanged, const Chunk (&keys)[2][GROUPS], const Chunk (&u)[2],
+                       const float (&weight)[2][2], float window_decay, uint32 t) {
+    UNROLL
+    for (int tile = 0; tile < 2; ++tile) {  // 16 state rows
+        sync_warp();  // or the compiler reads rows ahead until registers run out
+        uint32 weighted_u[4];
+        UNROLL
+        for (int i = 0; i < 4; ++i) {
+            const int half = i / 2;
+            const uint32 pair = transpose(u[half].r[2 * tile + i % 2]);
+            weighted_u[i] = ACT::pack(weight[half][0] * ACT::first(pair), weight[half][1] * ACT::second(pair));
+        }
+        const uint32 row = 4 * tile;
+        UNROLL
+        for (int group = 0; group < GROUPS; group += TOGETHER) {
+            float x[TOGETHER][2][8], row_of[TOGETHER][8];
+            UNROLL
+            for (int i = 0; i < TOGETHER; ++i)
+                fold_columns(x[i], rows, factors + row * SCALE_BYTES, exchanged, row, group + i, t, weighted_u,
+                             keys[0][group + i], keys[1][group + i], window_decay);
+            UNROLL
+            for (int half = 0; half < 2; ++half) {
                 UNROLL
-                for (int j = 0; j < 4; ++j) {
-                    float c[4] = {x[0][2 * j], x[0][2 * j + 1], x[1][2 * j], x[1][2 * j + 1]};
-                    ACT::mma(c, weighted, window.k[0][i].r[j], window.k[1][i].r[j]);
-                    x[0][2 * j] = c[0], x[0][2 * j + 1] = c[1], x[1][2 * j] = c[2], x[1][2 * j + 1] = c[3];
-                }
-                UNROLL
-                for (int half = 0; half < 2; ++half)
-                    store_columns(state + (row + 2 * half) * STATE_STRIDE,
-                                  scales + (row_in_block + row + 2 * half) * SCALE_BYTES, i, t, x[half]);
+                for (int i = 0; i < TOGETHER; ++i)
+                    UNROLL
+                    for (int j = 0; j < 8; ++j) row_of[i][j] = x[i][half][j];
+                put_columns(rows + (row + 2 * half) * ROW_BYTES, exchanged, factors + (row + 2 * half) * SCALE_BYTES, group, t,
+                            row_of);
             }
         }
+    }
 }
 
 KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     const uint32 item = block_index() * WARPS + warp_index();
-    const uint32 hv = item / SPLITS % VALUE_HEADS, request = item / SPLITS / VALUE_HEADS;
-    const uint32 value_first = item % SPLITS * PART, h = hv / (VALUE_HEADS / HEADS);
+    const uint32 hv = item / SPLITS % WALKS * WALK, request = item / SPLITS / WALKS;
+    const uint32 value_first = item % SPLITS * PART, h = hv / RATIO;
     if (request >= p.num_requests) return;
     const uint32 g = lane_index() / 4, t = lane_index() % 4;
-    uint8* rows = shared_memory + warp_index() * SHARED_BYTES;
 
-    uint16* out = p.out + offset(hv, p.out_stride_h) + value_first;
     uint32 first = request * p.rows_per_request;
     int num_tokens = p.rows_per_request;
     const int slot_or_none = p.slots ? p.slots[request] : request;
     const bool is_marked = p.is_fold && p.is_fold[request] != 0;
     const bool may_fold = p.is_fold ? is_marked : p.fold_threshold != NEVER;  // known before the window's length
+    uint16* out = p.out + offset(hv, p.out_stride_h) + value_first;
     if (p.cu_seqlens) {
         first = p.cu_seqlens[request];
         num_tokens = p.cu_seqlens[request + 1] - first;
@@ -418,102 +485,95 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     const uint32 history = p.history_len[cursor], start = p.ring_start ? p.ring_start[cursor] : 0;
     const bool live = g < num_tokens;
     const uint32 token = first + (live ? g : num_tokens - 1);
-    Chunk k[GROUPS], q[GROUPS], v[BLOCKS];
+    Chunk k[GROUPS], q[GROUPS], window_k[2][GROUPS];
     const uint16* k_row = p.k + offset(token, p.k_stride_n) + offset(h, p.k_stride_h) + 8 * t;
     const uint16* q_row = p.q + offset(token, p.q_stride_n) + offset(h, p.q_stride_h) + 8 * t;
-    const uint16* v_row = p.v + offset(token, p.v_stride_n) + offset(hv, p.v_stride_h) + value_first + 8 * t;
     UNROLL
     for (int i = 0; i < GROUPS; ++i) k[i] = load(k_row + 32 * i), q[i] = load(q_row + 32 * i);
-    const float a = load_gate(p.a, offset(token, p.a_stride_n) + hv), b = load_gate(p.b, offset(token, p.b_stride_n) + hv);
-    const float A = exponential(p.A_log[hv]), dt_bias = p.dt_bias[hv];
-    uint8* state = p.state + offset(slot, p.state_stride_s) + offset(hv, p.state_stride_h) + value_first * STATE_STRIDE;
-    UNROLL
-    for (int i = 0; i < BLOCKS; ++i) v[i] = load(v_row + 32 * i);
+    Head head(p, slot, token, hv, value_first, t);
 
-    uint8* state_scale = p.state_scale + offset(slot, p.scale_stride_s) + offset(hv, p.scale_stride_h) + value_first * SCALE_BYTES;
-    uint8* scales = rows + PART * ROW_BYTES;
-    const StateCopies copies{rows, scales, state, state_scale, may_fold};
+    uint8* rows = shared_memory + warp_index() * SHARED_BYTES;
+    uint8* factors = rows + PART * ROW_BYTES;
+    uint8* staged = factors + PART * SCALE_BYTES + 16 * lane_index();
     sync_warp();
-    copies.first();
+    copy_rows(rows, factors, head.state, head.scales, may_fold);
     sync_warp();
 
     const uint32 ring_mask = p.ring_capacity - 1;
+    const Window window(start, history, ring_mask, g);
     uint16* ring_k = p.ring_k + offset(slot, p.ring_k_stride_s) + offset(h, p.ring_k_stride_h) + 8 * t;
-    uint16* ring_u = p.ring_u + offset(slot, p.ring_u_stride_s) + offset(hv, p.ring_u_stride_h) + value_first + 8 * t;
-    float* ring_decay = p.ring_decay + offset(slot, p.decay_stride_s) + offset(hv, p.decay_stride_h);
-    Window window(p, ring_k, ring_u, ring_decay, start, history, g, t);
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        UNROLL
+        for (int i = 0; i < GROUPS; ++i)
+            window_k[half][i] = load_if(window.live[half], ring_k + offset(window.row[half], p.ring_k_stride_r) + 32 * i);
+    }
+    UNROLL
+    for (int block = 0; block < BLOCKS; ++block)
+        copy_values(staged + block * STAGED_BYTES, window, head.ring_u + 32 * block, p.ring_u_stride_r, head.v + 32 * block);
+    copy_async_commit();
+    HeadScalars scalars(p, token, hv, head.ring_decay, start, history, t);
 
     sync_warp();
-    copies.rest();
+    UNROLL
+    for (int block = 1; block < BLOCKS; ++block) {
+        copy_rows(rows + 32 * block * ROW_BYTES, factors + 32 * block * SCALE_BYTES, head.state + 32 * block * STATE_STRIDE,
+                  head.scales + 32 * block * SCALE_BYTES, may_fold);
+        copy_async_commit();
+    }
     sync_warp();
     const bool is_fold = p.is_fold ? is_marked : int(history) >= p.fold_threshold;
 
+    // What all value heads of a key head share: products of rows k_g, q_g with keys of this step and of
+    // the window, and their norms.
     Rows x[GROUPS];
-    float dots_k[4] = {0, 0, 0, 0}, dots_q[4] = {0, 0, 0, 0};  // rows k_g, q_g; columns k, then q
+    float dots[4] = {0, 0, 0, 0}, dots_q[4] = {0, 0, 0, 0}, window_dots[2][4] = {};  // rows k_g, q_g
     UNROLL
     for (int i = 0; i < GROUPS; ++i) {
         x[i] = Rows(k[i], q[i], p.zero);
-        multiply(dots_k, x[i], k[i]);
+        multiply(dots, x[i], k[i]);
         multiply(dots_q, x[i], q[i]);
     }
-    window.weigh(history, t);
-
-    // Gates and norms of token g, and of tokens 2t and 2t + 1, which are the lane's columns.
-    float decay = live ? -A * softplus(a + dt_bias) : 0;
-    const float beta = live ? p.beta_scale * reciprocal(1 + exponential(-b)) : 0;
-    UNROLL
-    for (uint32 distance = 1; distance < TOKENS; distance *= 2) {
-        const float below = from_lane_below(decay, 4 * distance);
-        decay += g >= distance ? below : 0;
-    }
-    float k_norm = 1, q_norm = p.scale, k_norm_of[2] = {1, 1};
+    float k_norm = 1, q_norm = p.scale, k_norm_of[2] = {1, 1};  // the last of tokens 2t and 2t + 1
     if (p.use_l2norm) {  // squares are on the diagonal: token g's in lane (g, g / 2)
-        const float k_root = reciprocal_root((g % 2 ? dots_k[1] : dots_k[0]) + 1e-6f);
+        const float k_root = reciprocal_root((g % 2 ? dots[1] : dots[0]) + 1e-6f);
         const float q_root = reciprocal_root((g % 2 ? dots_q[3] : dots_q[2]) + 1e-6f);
         k_norm = from_lane(k_root, 4 * g + g / 2);
         q_norm *= from_lane(q_root, 4 * g + g / 2);
         UNROLL
         for (int i = 0; i < 2; ++i) k_norm_of[i] = from_lane(k_root, 4 * (2 * t + i) + t);
     }
+    UNROLL
+    for (int i = 0; i < 2; ++i) dots[i] *= k_norm * k_norm_of[i], dots[2 + i] *= q_norm * k_norm_of[i];
 
-    // Append decays, and keys by one warp per key head; corrections follow.
     const uint32 append_row = (start + history + g) & ring_mask;
-    if (live && value_first == 0) {
-        if (t == 0) ring_decay[append_row] = decay + (is_fold ? 0 : window.decay_end);
-        if (hv % (VALUE_HEADS / HEADS) == 0)
+    if (live && value_first == 0 && hv % RATIO == 0)  // keys are appended by one warp
+        UNROLL
+        for (int i = 0; i < GROUPS; ++i) {
+            Chunk normed;
             UNROLL
-            for (int i = 0; i < GROUPS; ++i) {
-                Chunk normed;
-                UNROLL
-                for (int j = 0; j < 4; ++j)
-                    normed.r[j] = ACT::pack(k_norm * ACT::first(x[i].key(j)), k_norm * ACT::second(x[i].key(j)));
-                store(ring_k + offset(append_row, p.ring_k_stride_r) + 32 * i, normed);
-            }
-    }
-
-    const Couplings couplings = solve(decay, beta, k_norm, q_norm, k_norm_of, dots_k, g, t);
-
-    // Coefficients of the live corrections: rows k_g and q_g of X K^T, weighted.
-    const float window_decay = exponential(window.decay_end), token_decay = exponential(decay);
-    const float k_scale = -beta * token_decay * k_norm, q_scale = token_decay * q_norm;
-    uint32 live_coeff[4];
+            for (int j = 0; j < 4; ++j)
+                normed.r[j] = ACT::pack(k_norm * ACT::first(x[i].key(j)), k_norm * ACT::second(x[i].key(j)));
+            store(ring_k + offset(append_row, p.ring_k_stride_r) + 32 * i, normed);
+        }
     UNROLL
     for (int half = 0; half < 2; ++half) {
-        float dots[4] = {0, 0, 0, 0};
         UNROLL
-        for (int i = 0; i < GROUPS; ++i) multiply(dots, x[i], window.k[half][i]);
-        live_coeff[2 * half] = ACT::pack(k_scale * window.decay[half][0] * dots[0], k_scale * window.decay[half][1] * dots[1]);
-        live_coeff[2 * half + 1] = ACT::pack(q_scale * window.decay[half][0] * dots[2], q_scale * window.decay[half][1] * dots[3]);
+        for (int i = 0; i < GROUPS; ++i) multiply(window_dots[half], x[i], window_k[half][i]);
+        UNROLL
+        for (int i = 0; i < 4; ++i) window_dots[half][i] *= i < 2 ? k_norm : q_norm;
     }
-
-    // 32 value rows at a time, as they arrive: S0 k and S0 q, live corrections, those of this step.
-    const uint32 row_in_block = 8 * (g / 2) + g % 2, exchanged = exchange(row_in_block);
-    const uint8* my_rows = rows + row_in_block * ROW_BYTES;
-    float state_k_scale = k_scale * window_decay, state_q_scale = q_scale * window_decay;
+    if (is_fold)
+        UNROLL
+        for (int half = 0; half < 2; ++half)
+            UNROLL
+            for (int i = 0; i < GROUPS; ++i)
+                UNROLL
+                for (int pair = 0; pair < 4; ++pair) window_k[half][i].r[pair] = transpose(window_k[half][i].r[pair]);
 #if STATE_BITS == 8
     // Integers are multiplied in fp16, where 1152 (sum of x) is part of every product. Rows have length
     // one there, so that all of them are in range.
-    float excess[GROUPS][4] = {};
+    float excess[GROUPS][4];
     UNROLL
     for (int i = 0; i < GROUPS; ++i) {
         UNROLL
@@ -522,56 +582,104 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
             const float norm = j % 2 ? q_norm : k_norm;
             pair = Fp16::pack(norm * ACT::first(pair), norm * ACT::second(pair));
         }
-        multiply<Fp16>(excess[i], x[i], Chunk{{0xe480e480u, 0xe480e480u, 0xe480e480u, 0xe480e480u}});  // -1152
+        const float zeros[4] = {0, 0, 0, 0};
+        multiply<Fp16>(excess[i], x[i], Chunk{{0xe480e480u, 0xe480e480u, 0xe480e480u, 0xe480e480u}}, zeros);  // -1152
     }
-    state_k_scale = -beta * token_decay * window_decay, state_q_scale = token_decay * window_decay;
+    k_norm = q_norm = 1;
 #endif
-    UNROLL
-    for (int block = 0; block < BLOCKS; ++block) {
-        if (block + 1 == BLOCKS) copy_async_wait<0>();
-        else if (block + 2 == BLOCKS) copy_async_wait<1>();
-        else if (block + 3 == BLOCKS) copy_async_wait<2>();
-        else copy_async_wait<3>();
-        sync_warp();
-        Chunk u_out, y_out;
+    const uint32 row_in_block = 8 * (g / 2) + g % 2, exchanged = exchange(row_in_block);
+
+    ROLLED
+    for (int walked = 0; walked < WALK; ++walked) {
+        const bool more = walked + 1 < WALK;
+        float decay = live ? -exponential(scalars.A_log) * softplus(scalars.a + scalars.dt_bias) : 0;
+        const float beta = live ? p.beta_scale * reciprocal(1 + exponential(-scalars.b)) : 0;
         UNROLL
-        for (int pair = 0; pair < 4; ++pair) {
-            float c[4] = {0, 0, 0, 0};
-#if STATE_BITS == 8
-            const Chunk factors = load_shared(scales + (32 * block + 8 * t + 2 * pair) * SCALE_BYTES);
-#endif
-            UNROLL
-            for (int i = 0; i < GROUPS; ++i) {
-                const StateColumns columns(my_rows, exchanged, 32 * block + 2 * pair, i, t);
-#if STATE_BITS == 8
-                multiply_scaled(c, x[i], columns, excess[i], factors, i);
-#else
-                multiply(c, x[i], columns);
-#endif
-            }
+        for (uint32 distance = 1; distance < TOKENS; distance *= 2) {
+            const float below = from_lane_below(decay, 4 * distance);
+            decay += g >= distance ? below : 0;
+        }
+        const Couplings couplings = solve(decay, beta, dots, g, t);
+
+        // Weights e^{G_P - G_j}; selected, since what is dead may be anything.
+        const float window_end = history ? scalars.decay_end : 0;
+        const float window_decay = exponential(window_end), token_decay = exponential(decay);
+        const float k_scale = -beta * token_decay, q_scale = token_decay;
+        float weight[2][2];
+        uint32 live_coeff[4];
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
             UNROLL
             for (int i = 0; i < 2; ++i) {
-                const float value = i ? ACT::second(v[block].r[pair]) : ACT::first(v[block].r[pair]);
-                c[i] = beta * value + state_k_scale * c[i];
-                c[2 + i] *= state_q_scale;
+                const float factor = exponential(window_end - scalars.decay[half][i]);
+                weight[half][i] = 2 * t + i + 8 * half < history ? factor : 0;
             }
-            ACT::mma(c, live_coeff, transpose(window.u[0][block].r[pair]), transpose(window.u[1][block].r[pair]));
-            ACT::mma_8(c, couplings.pairs, transpose(ACT::pack(c[0], c[1])));
-            u_out.r[pair] = ACT::pack(c[0], c[1]);
-            y_out.r[pair] = ACT::pack(c[2], c[3]);
+            const float* of = window_dots[half];
+            live_coeff[2 * half] = ACT::pack(k_scale * weight[half][0] * of[0], k_scale * weight[half][1] * of[1]);
+            live_coeff[2 * half + 1] = ACT::pack(q_scale * weight[half][0] * of[2], q_scale * weight[half][1] * of[3]);
         }
-        if (live) {
-            store(ring_u + offset(append_row, p.ring_u_stride_r) + 32 * block, u_out);
-            store(out + offset(token, p.out_stride_n) + 32 * block + 8 * t, y_out);
-        }
-    }
-    if (is_fold) {
-        fold(window, window_decay, my_rows, exchanged, scales, state + row_in_block * STATE_STRIDE + STATE_BITS * t,
-             row_in_block, t);
-        if (STATE_BITS == 8) {
+        const float state_k_scale = k_scale * k_norm * window_decay, state_q_scale = q_scale * q_norm * window_decay;
+        if (live && t == 0 && value_first == 0) head.ring_decay[append_row] = decay + (is_fold ? 0 : window_end);
+        if (more) scalars = HeadScalars(p, token, head.hv + 1, head.ring_decay + p.decay_stride_h, start, history, t);
+
+        // 32 value rows at a time, as they arrive: S0 k and S0 q, live corrections, those of this step.
+        // Where they have been used, those of the next head are asked for.
+        BLOCK_LOOP
+        for (int block = 0; block < BLOCKS; ++block) {
+            copy_async_wait<BLOCKS - 1>();
             sync_warp();
-            for (uint32 i = 16 * lane_index(); i < PART * SCALE_BYTES; i += 16 * 32)
-                store(state_scale + i, load_shared(scales + i));
+            uint8* block_rows = rows + 32 * block * ROW_BYTES;
+            uint8* block_factors = factors + 32 * block * SCALE_BYTES;
+            uint8* my_rows = block_rows + row_in_block * ROW_BYTES;
+            const Chunk u[2] = {load_shared(staged + block * STAGED_BYTES), load_shared(staged + block * STAGED_BYTES + 512)};
+            const Chunk v = load_shared(staged + block * STAGED_BYTES + 1024);
+            Chunk u_out, y_out;
+            UNROLL
+            for (int pair = 0; pair < 4; ++pair) {
+                float c[4] = {0, 0, 0, 0};
+#if STATE_BITS == 8
+                const Chunk pair_factors = load_shared(block_factors + (8 * t + 2 * pair) * SCALE_BYTES);
+#endif
+                UNROLL
+                for (int i = 0; i < GROUPS; ++i) {
+                    const StateColumns columns(my_rows, exchanged, 2 * pair, i, t);
+#if STATE_BITS == 8
+                    multiply_scaled(c, x[i], columns, excess[i], pair_factors, i);
+#else
+                    multiply(c, x[i], columns);
+#endif
+                }
+                UNROLL
+                for (int i = 0; i < 2; ++i) {
+                    const float value = i ? ACT::second(v.r[pair]) : ACT::first(v.r[pair]);
+                    c[i] = beta * value + state_k_scale * c[i];
+                    c[2 + i] *= state_q_scale;
+                }
+                ACT::mma(c, live_coeff, transpose(u[0].r[pair]), transpose(u[1].r[pair]), c);
+                ACT::mma_8(c, couplings.pairs, transpose(ACT::pack(c[0], c[1])), c);
+                u_out.r[pair] = ACT::pack(c[0], c[1]);
+                y_out.r[pair] = ACT::pack(c[2], c[3]);
+            }
+            if (live) {
+                store(head.ring_u + offset(append_row, p.ring_u_stride_r) + 32 * block, u_out);
+                store(head.out + 32 * block, y_out);
+            }
+            if (is_fold) {
+                fold_block(my_rows, block_factors + row_in_block * SCALE_BYTES, exchanged, window_k,
+                           u, weight, window_decay, t);
+                sync_warp();
+                store_rows(block_rows, block_factors, head.state + 32 * block * STATE_STRIDE,
+                           head.scales + 32 * block * SCALE_BYTES);
+            }
+            sync_warp();
+            if (more) {
+                copy_rows(block_rows, block_factors, head.state + p.state_stride_h + 32 * block * STATE_STRIDE,
+                          head.scales + p.scale_stride_h + 32 * block * SCALE_BYTES, may_fold);
+                copy_values(staged + block * STAGED_BYTES, window, head.ring_u + p.ring_u_stride_h + 32 * block,
+                            p.ring_u_stride_r, head.v + p.v_stride_h + 32 * block);
+            }
+            copy_async_commit();  // also of nothing, so that as many groups as before may be under way
         }
+        head.advance(p);
     }
 }
