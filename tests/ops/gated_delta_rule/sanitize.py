@@ -15,22 +15,39 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from helpers.conv_kernel_cases import check_kernel
 from helpers.gdn_cases import Case, Dtypes, Geometry, VerifyCall
+from helpers.gdn_kernel_cases import CUDA_MODES, LARGE
 from hybridspec.ops import gated_delta_rule
+from hybridspec.ops.gated_delta_rule import launch_cuda
 
-BF16, F32 = torch.bfloat16, torch.float32
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def make_case(dtypes: Dtypes, geometry: Geometry) -> Case:
+    """Ragged rows, padding, a tail, folds and wrapped windows."""
+    return Case(
+        "all", (4, 0, 1, 8, 2), (14, 3, 16, 9, 0), (30, 0, 7, 25, 1), (6, 5, 4, 0, -1), tail=2,
+        is_strided=True, geometry=geometry, dtypes=dtypes,
+    )  # fmt: skip
+
+
+def launch_cuda_kernel() -> None:
+    """Every dtype of states, with the launches of few requests and of many."""
+    choose = launch_cuda.choose_config
+    for num_heads in (64, 4096, 16384):
+        launch_cuda.choose_config = lambda _, *rest, n=num_heads: choose(n, *rest)
+        for dtypes in CUDA_MODES:
+            operand = F16 if dtypes.rows == F16 else BF16
+            VerifyCall(make_case(dtypes, LARGE), "cuda").check("cuda", operand)
 
 
 def main() -> None:
-    """Ragged rows, padding, a tail, folds and wrapped windows; then cursors and slots."""
+    """Launch the verify kernels; then cursors and slots."""
+    launch_cuda_kernel()
     for dtypes, geometry in (
         (Dtypes(BF16, BF16, BF16), Geometry(2, 6, 128, 128)),
         (Dtypes(BF16, F32, BF16), Geometry(1, 2, 64, 32)),
     ):
-        case = Case(
-            "all", (4, 0, 1, 8, 2), (14, 3, 16, 9, 0), (30, 0, 7, 25, 1), (6, 5, 4, 0, -1), tail=2,
-            is_strided=True, geometry=geometry, dtypes=dtypes,
-        )  # fmt: skip
-        call = VerifyCall(case, "cuda")
+        call = VerifyCall(make_case(dtypes, geometry), "cuda")
         call.check("triton", BF16)
         pools, slots = call.pools, call.slot_tensor
         ring = pools.ring
