@@ -261,12 +261,12 @@ def decode_in_place(call: Call) -> Callable[[], object]:
 
     run()
     ratio = call.value_heads // call.heads
-    q, k = (F.normalize(x[0].double(), dim=-1).repeat_interleave(ratio, 0) for x in (q, k))
+    query, key = (F.normalize(x[0].double(), dim=-1).repeat_interleave(ratio, 0) for x in (q, k))
     decay = torch.exp(-call.params[0].exp() * F.softplus(a[0].float() + call.params[1])).double()
     expected = call.pristine[0][0].double() * decay[:, None, None]
-    corrections = v[0].double() - (expected @ k[..., None]).squeeze(-1)
-    expected += (b[0].double().sigmoid()[:, None] * corrections)[..., None] * k[:, None]
-    outputs = (expected @ q[..., None]).squeeze(-1) * HEAD_DIM**-0.5
+    corrections = v[0].double() - (expected @ key[..., None]).squeeze(-1)
+    expected += (b[0].double().sigmoid()[:, None] * corrections)[..., None] * key[:, None]
+    outputs = (expected @ query[..., None]).squeeze(-1) * HEAD_DIM**-0.5
     for actual, right in ((state[0], expected), (out[0], outputs)):
         assert (actual.double() - right).norm() <= 1e-2 * right.norm(), "the peer is wrong"
     return run

@@ -26,7 +26,7 @@ def make_case(dtypes: Dtypes, geometry: Geometry) -> Case:
     """Ragged rows, padding, a tail, folds and wrapped windows."""
     return Case(
         "all", (4, 0, 1, 8, 2), (14, 3, 16, 9, 0), (30, 0, 7, 25, 1), (6, 5, 4, 0, -1), tail=2,
-        is_strided=True, geometry=geometry, dtypes=dtypes,
+        is_strided=True, is_aligned=True, geometry=geometry, dtypes=dtypes,
     )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def main() -> None:
         call.check("triton", BF16)
         pools, slots = call.pools, call.slot_tensor
         ring = pools.ring
-        rows = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
+        rows = torch.tensor(call.case.lengths, dtype=torch.int32, device="cuda")
         gated_delta_rule.fold(pools.state, ring, slots, is_fold=call.is_fold)
         gated_delta_rule.materialize(pools.state, ring, slots, slots, rows)
         gated_delta_rule.decide_folds(ring.history_len, slots, rows, call.is_fold, max_window=16)
