@@ -45,6 +45,24 @@ def test_any_number_of_programs(num_programs: int) -> None:
     check_verify(make_attention_batch(**make), launch.verify, config=config)
 
 
+@pytest.mark.parametrize("num_programs", [3, 4, 6, 10])
+@pytest.mark.parametrize("num_heads", [1, 3, 4, 5])
+def test_lanes_of_key_heads(num_heads: int, num_programs: int) -> None:
+    """Heads that are all lanes, some of them, or none; more than one head and tile in a lane."""
+    config = replace(CONFIG, num_programs=num_programs)
+    make = {"lengths": [3, 0, 8], "positions": [150, 9, 70], "slots": [1, 5, 2], "dtype": F32}
+    heads = {"num_query_heads": 3 * num_heads, "num_kv_heads": num_heads}
+    batch = make_attention_batch(**make, **heads, page_size=16)
+    check_verify(batch, launch.verify, config=config)
+
+
+def test_lanes_divide_heads_and_programs() -> None:
+    for num_heads, num_programs, lanes in ((2, 132, 2), (8, 132, 4), (5, 132, 1), (1, 132, 1)):
+        config = replace(CONFIG, num_programs=num_programs)
+        sizes = launch.kernel_sizes(config, 4, num_heads, 4, 64, 16)
+        assert sizes.split["LANES"] == sizes.finish["LANES"] == lanes
+
+
 def test_more_requests_than_one_kernel_is_built_for() -> None:
     count = 70
     positions = [i % 19 for i in range(count)]
@@ -79,9 +97,12 @@ def test_wide_integers_and_strided_tables() -> None:
 
 
 @pytest.mark.parametrize("page_size", [3, 16, 32])
-def test_nothing_behind_the_last_page_is_read(page_size: int) -> None:
-    batch = make_attention_batch([3, 2], [14, 29], [0, 5], page_size=page_size, dtype=F32)
-    needed = -(-31 // page_size)
+@pytest.mark.parametrize("num_keys", [2, 15, 16, 17, 31, 32, 33, 48])
+def test_nothing_behind_the_last_page_is_read(num_keys: int, page_size: int) -> None:
+    """Windows of about one, two and three blocks: page numbers are loaded two blocks ahead."""
+    positions = [14, num_keys - 2]
+    batch = make_attention_batch([3, 2], positions, [0, 5], page_size=page_size, dtype=F32)
+    needed = -(-max(num_keys, 17) // page_size)
     guarded = {
         name: at_the_end_of_memory(getattr(batch, name))
         for name in ("seq_len", "cu_seqlens", "slots")

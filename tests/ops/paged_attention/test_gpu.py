@@ -127,6 +127,14 @@ CASES = {
     "two tiles of rows": Large(
         lengths=[8, 1, 6], positions=[900, 400, 30], heads=(16, 1), head_dim=192
     ),
+    "one and two blocks": Large(
+        lengths=[4, 4, 4, 1, 2], positions=[60, 124, 61, 127, 188], page_size=64
+    ),
+    "one key head": Large(lengths=[4, 3, 1], positions=[3000, 70, 9000], heads=(8, 1)),
+    "three key heads": Large(
+        lengths=[4, 2], positions=[5000, 63], heads=(12, 3), head_dim=128, page_size=128
+    ),
+    "five key heads": Large(lengths=[4, 1, 3], positions=[700, 9000, 63], heads=(10, 5)),
     "fp16, 96": Large(
         lengths=[2, 4], positions=[900, 3333], heads=(8, 8), head_dim=96, dtype=F16
     ),

@@ -26,9 +26,9 @@ _LOG2_E = math.log2(math.e)
 _SMALLEST_SCALE = 1e-30  # masked scores are -inf, which times zero is no number
 _HAS_WARP_GROUPS = (9, 10)
 _SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB a multiprocessor
-_PIECE = 4096  # elements that a program of the second launch adds up at once
-_FINISH_PROGRAMS = 4  # of each multiprocessor
-FINISH_WARPS = 4
+# Programs of the second launch are small, so that most find room beside those of the first.
+_PIECE = 2048  # elements that one adds up at once
+FINISH_WARPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class LaunchConfig:
         num_stages: depth of the copy pipeline (blocks in flight + 1).
         num_warps: warps of a program.
         num_programs: programs that share the units.
-        finish_programs: programs of the second launch for each one of the first.
+        finish_programs: programs of the second launch for each part of a tile.
         is_overlapped: whether the second launch starts while the first one runs.
     """
 
@@ -78,6 +78,7 @@ def kernel_sizes(
         "GROUP": group,
         "D": head_dim,
         "PAGE_SIZE": page_size,
+        "LANES": math.gcd(num_heads, config.num_programs),
         "REQUESTS": max(round_up_to_power_of_two(num_requests), _FEWEST_REQUESTS),
         "BLOCK_M": config.block_m,
         "IS_OVERLAPPED": config.is_overlapped,
@@ -85,7 +86,7 @@ def kernel_sizes(
     block_d = round_up_to_power_of_two(head_dim)
     # As many parts as a tile has where all requests are equally long; right for any number.
     parts = round_up_to_power_of_two(config.num_programs // (num_requests * num_heads) + 2)
-    parts = min(max(parts, _PIECE // (16 * block_d), 4), _PIECE // 64)
+    parts = min(max(parts, _PIECE // (16 * block_d), 4), _PIECE // 32)
     return KernelSizes(
         split=common
         | {
@@ -101,6 +102,7 @@ def kernel_sizes(
             "PART_COLUMNS": min(_PIECE // parts, block_d),
             "BLOCK_HEADS": round_up_to_power_of_two(num_heads),
             "BLOCK_QUERY_HEADS": round_up_to_power_of_two(num_heads * group),
+            "APPENDERS": config.num_programs,
         },
     )
 
@@ -136,7 +138,7 @@ def choose_launch(
         num_stages=3,
         num_warps=4,
         num_programs=num_processors * per_processor,
-        finish_programs=_FINISH_PROGRAMS // per_processor,
+        finish_programs=max(block_m * round_up_to_power_of_two(head_dim) // _PIECE, 1),
         is_overlapped=target >= (9, 0),
     )
 
@@ -236,9 +238,8 @@ def verify(
             num_warps=config.num_warps,
             enable_fp_fusion=True,
         )  # fmt: skip
-        finish_kernel[(config.finish_programs, programs)](
-            k, v, parts, sums, cuts, k_pages, v_pages, out, *metadata, num_rows, programs,
-            *strides,
+        finish_kernel[(config.finish_programs, 2 * programs)](
+            k, v, parts, sums, cuts, k_pages, v_pages, out, *metadata, num_rows, *strides,
             **sizes.finish,
             num_warps=FINISH_WARPS,
             enable_fp_fusion=True,

@@ -2,8 +2,9 @@
 
 A unit of work is one block of keys of one request and one tile of query rows. The programs of
 `split_kernel` share all units of a step evenly, whatever the lengths, so a program may see the end
-of one request, whole requests and the beginning of another. `finish_kernel` appends the new rows,
-zeros rows of nobody and adds up the parts of what was cut.
+of one request, whole requests and the beginning of another. They do so in lanes, each for some of
+the key heads: programs side by side read the heads of the same keys. `finish_kernel` appends the
+new rows, zeros rows of nobody and adds up the parts of what was cut.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["finish_kernel", "split_kernel"]
 
 @triton.jit
 def _program_of(unit, share, num_larger):
-    """Which program has a unit: the first `num_larger` have one more than `share`."""
+    """Which program of a lane has a unit: the first `num_larger` have one more than `share`."""
     larger = num_larger * (share + 1)
     rest = num_larger + (unit - larger) // tl.maximum(share, 1)
     return tl.where(unit < larger, unit // (share + 1), rest)
@@ -55,7 +56,8 @@ def split_kernel(
     v_pages_ptr,
     # outputs: out [N, Hq, D]; of each program the tiles that it ends and begins for others:
     # parts [2, programs, BLOCK_M, D], sums [2, programs, 2, BLOCK_M] (peak, total),
-    # cuts [2, programs, 8] (parts of the tile, program of the first, first row, rows, tile)
+    # cuts [2, programs, 8] (parts of the tile, program of the first, first row, rows, tile);
+    # the parts of a tile but the first are those that LANES-th programs after the first end
     out_ptr,
     parts_ptr,
     sums_ptr,
@@ -84,6 +86,7 @@ def split_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     REQUESTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -92,10 +95,14 @@ def split_kernel(
     STAGES: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
-    """Attend over a share of the units; HEADS are key heads, each read by GROUP query heads."""
+    """Attend over a share of the units of a lane, which has every LANES-th of HEADS key heads.
+
+    GROUP query heads read a key head.
+    """
     if IS_OVERLAPPED:
         gdc_launch_dependents()
     pid, num_programs = tl.program_id(0), tl.num_programs(0)
+    lane, nth, lane_programs = pid % LANES, pid // LANES, num_programs // LANES
     requests = tl.arange(0, REQUESTS)
     is_request = requests < num_requests
     begins = tl.load(cu_seqlens_ptr + requests, mask=is_request, other=0).to(tl.int32)
@@ -104,12 +111,12 @@ def split_kernel(
     is_live = (slots >= 0) & (ends > begins)
     lengths = tl.load(seq_len_ptr + slots, mask=is_live, other=0).to(tl.int32) + ends - begins
     blocks = tl.where(is_live, tl.cdiv(lengths, BLOCK_N), 0)
-    tiles = HEADS * tl.cdiv((ends - begins) * GROUP, BLOCK_M)
+    tiles = (HEADS // LANES) * tl.cdiv((ends - begins) * GROUP, BLOCK_M)
     unit_ends = tl.cumsum(blocks * tiles, 0)
     num_units = tl.max(unit_ends, 0)
-    share, num_larger = num_units // num_programs, num_units % num_programs
-    unit = pid * share + tl.minimum(pid, num_larger)
-    last_unit = unit + share + (pid < num_larger).to(tl.int32)
+    share, num_larger = num_units // lane_programs, num_units % lane_programs
+    unit = nth * share + tl.minimum(nth, num_larger)
+    last_unit = unit + share + (nth < num_larger).to(tl.int32)
     tl.store(cuts_ptr + pid * 8, 0)
     tl.store(cuts_ptr + (num_programs + pid) * 8, 0)
 
@@ -127,9 +134,11 @@ def split_kernel(
         tile = (unit - begin) // num_blocks
         begin += tile * num_blocks
         block, end_block = unit - begin, tl.minimum(last_unit - begin, num_blocks)
-        head = (tile // m_tiles).to(tl.int64)
+        head = (tile // m_tiles * LANES + lane).to(tl.int64)
         table_ptr = page_table_ptr + slot * page_table_stride_s
         pages = _load_pages(table_ptr, page_table_stride_p, block, position, PAGE_SIZE, BLOCK_N)
+        page_places = pages * tl.cast(pages_stride_p, tl.int64)
+        pages = _load_pages(table_ptr, page_table_stride_p, block + 1, position, PAGE_SIZE, BLOCK_N)
 
         m_offs = (tile % m_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
         tokens = m_offs // GROUP
@@ -151,8 +160,8 @@ def split_kernel(
             keys = i * BLOCK_N + tl.arange(0, BLOCK_N)
             is_old = keys < position
             is_key = keys < position + num_tokens
-            places = pages * tl.cast(pages_stride_p, tl.int64)
-            places += (keys.to(tl.uint32) % PAGE_SIZE) * tl.cast(pages_stride_j, tl.int64)
+            places = (keys.to(tl.uint32) % PAGE_SIZE) * tl.cast(pages_stride_j, tl.int64)
+            places += page_places
             new_k, new_v = (
                 keys * tl.cast(k_stride_n, tl.int64),
                 keys * tl.cast(v_stride_n, tl.int64),
@@ -163,7 +172,9 @@ def split_kernel(
             v_rows = tl.multiple_of(v_rows, ALIGNMENT)
             k = _load_columns(k_rows, is_key, COLUMNS, CHUNKS)
             v = _load_columns(v_rows, is_key, COLUMNS, CHUNKS)
-            pages = _load_pages(table_ptr, page_table_stride_p, i + 1, position, PAGE_SIZE, BLOCK_N)
+            # Numbers arrive two blocks before their keys are copied, so that no copy waits.
+            page_places = pages * tl.cast(pages_stride_p, tl.int64)
+            pages = _load_pages(table_ptr, page_table_stride_p, i + 2, position, PAGE_SIZE, BLOCK_N)
 
             scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for c in tl.static_range(CHUNKS):
@@ -202,10 +213,10 @@ def split_kernel(
             start = _program_of(begin, share, num_larger)
             end = _program_of(begin + num_blocks - 1, share, num_larger)
             tl.store(cuts_ptr + place * 8, end - start + 1)
-            tl.store(cuts_ptr + place * 8 + 1, start)
+            tl.store(cuts_ptr + place * 8 + 1, start * LANES + lane)
             tl.store(cuts_ptr + place * 8 + 2, first.to(tl.int32))
             tl.store(cuts_ptr + place * 8 + 3, num_tokens)
-            tl.store(cuts_ptr + place * 8 + 4, tile)
+            tl.store(cuts_ptr + place * 8 + 4, head.to(tl.int32) * m_tiles + tile % m_tiles)
         unit = begin + end_block
 
 
@@ -214,14 +225,17 @@ def _add_up(
     out_ptr,
     parts_ptr,
     sums_ptr,
-    cut_ptr,
     out_stride_n,
     out_stride_h,
     num_programs,
     num_parts,
     start,
+    first,
+    num_tokens,
+    tile,
     worker,
     num_workers,
+    LANES: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -230,12 +244,9 @@ def _add_up(
     COLUMNS: tl.constexpr,
 ):
     """Add up the parts of a worker's pieces of a tile, ROWS by COLUMNS each."""
-    first = tl.load(cut_ptr + 2).to(tl.int64)
-    num_rows = tl.load(cut_ptr + 3) * GROUP
-    tile = tl.load(cut_ptr + 4)
-    m_tiles = tl.cdiv(num_rows, BLOCK_M)
+    m_tiles = tl.cdiv(num_tokens * GROUP, BLOCK_M)
     first_row, head = (tile % m_tiles) * BLOCK_M, tile // m_tiles
-    num_rows = tl.minimum(num_rows - first_row, BLOCK_M)
+    num_rows = tl.minimum(num_tokens * GROUP - first_row, BLOCK_M)
     ACROSS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     for piece in range(worker, tl.cdiv(num_rows, ROWS) * ACROSS, num_workers):
         m_offs = piece // ACROSS * ROWS + tl.arange(0, ROWS)
@@ -247,7 +258,8 @@ def _add_up(
         for begin in range(0, num_parts, PARTS):
             parts = begin + tl.arange(0, PARTS)
             is_part = (parts < num_parts)[:, None]
-            places = (tl.where(parts == 0, num_programs, parts) + start).to(tl.int64)[:, None]
+            places = tl.where(parts == 0, num_programs, parts * LANES) + start
+            places = places.to(tl.int64)[:, None]
             sums_ptrs = sums_ptr + places * (2 * BLOCK_M) + m_offs[None, :]
             peaks = tl.load(sums_ptrs, mask=is_part, other=float("-inf"))
             totals = tl.load(sums_ptrs + BLOCK_M, mask=is_part, other=0.0)
@@ -269,7 +281,7 @@ def _add_up(
         tl.store(out_rows[:, None] + d_offs[None, :], y, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_rows", "num_programs", "page_table_stride_s"])
+@triton.jit(do_not_specialize=["num_requests", "num_rows", "page_table_stride_s"])
 def finish_kernel(
     # inputs: k, v [N, Hkv, D]; parts, sums and cuts as above
     k_ptr,
@@ -289,7 +301,6 @@ def finish_kernel(
     slots_ptr,
     num_requests,
     num_rows,
-    num_programs,
     k_stride_n,
     k_stride_h,
     v_stride_n,
@@ -305,6 +316,7 @@ def finish_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
     REQUESTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -313,19 +325,22 @@ def finish_kernel(
     PART_COLUMNS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_QUERY_HEADS: tl.constexpr,
+    APPENDERS: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
-    """Append rows and zero dead ones; then add up a share of the tiles that a program cut.
+    """Append rows and zero dead ones; then add up a share of the tile that a part belongs to.
 
     All programs at the parts of a tile share its rows; PARTS parts are added in one go.
     """
-    worker, cut = tl.program_id(0), tl.program_id(1)
+    worker, place = tl.program_id(0), tl.program_id(1)
+    num_workers, num_programs = tl.num_programs(0), tl.num_programs(1) // 2
     d_offs = tl.arange(0, BLOCK_D)
     d_mask = d_offs < D
     requests = tl.arange(0, REQUESTS)
     is_request = requests < num_requests
-    first_row = cut * tl.num_programs(0) + worker
-    for row in range(first_row, num_rows, num_programs * tl.num_programs(0)):
+    # The first programs append: they find room beside those of the first launch.
+    first_row = place * num_workers + worker
+    for row in range(first_row, tl.where(first_row < APPENDERS, num_rows, 0), APPENDERS):
         begins = tl.load(cu_seqlens_ptr + requests, mask=is_request, other=0)
         ends = tl.load(cu_seqlens_ptr + 1 + requests, mask=is_request, other=0)
         slots = tl.load(slots_ptr + requests, mask=is_request, other=-1)
@@ -355,12 +370,14 @@ def finish_kernel(
 
     if IS_OVERLAPPED:
         gdc_wait()
-    for role in range(2):
-        cut_ptr = cuts_ptr + (role * num_programs + cut) * 8
-        num_parts, start = tl.load(cut_ptr), tl.load(cut_ptr + 1)
-        if num_parts > 0:
-            _add_up(
-                out_ptr, parts_ptr, sums_ptr, cut_ptr, out_stride_n, out_stride_h, num_programs,
-                num_parts, start, (cut - start) * tl.num_programs(0) + worker,
-                num_parts * tl.num_programs(0), GROUP, D, BLOCK_M, PARTS, PART_ROWS, PART_COLUMNS,
-            )  # fmt: skip
+    cut_ptr = cuts_ptr + place * 8
+    num_parts, start = tl.load(cut_ptr), tl.load(cut_ptr + 1)
+    first, num_tokens = tl.load(cut_ptr + 2).to(tl.int64), tl.load(cut_ptr + 3)
+    tile = tl.load(cut_ptr + 4)
+    if num_parts > 0:
+        part = tl.where(place < num_programs, (place - start) // LANES, 0)
+        _add_up(
+            out_ptr, parts_ptr, sums_ptr, out_stride_n, out_stride_h, num_programs, num_parts,
+            start, first, num_tokens, tile, part * num_workers + worker, num_parts * num_workers,
+            LANES, GROUP, D, BLOCK_M, PARTS, PART_ROWS, PART_COLUMNS,
+        )  # fmt: skip
