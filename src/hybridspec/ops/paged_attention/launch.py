@@ -27,8 +27,8 @@ _SMALLEST_SCALE = 1e-30  # masked scores are -inf, which times zero is no number
 _HAS_WARP_GROUPS = (9, 10)
 _SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB a multiprocessor
 # Programs of the second launch are small, so that most find room beside those of the first.
-_PIECE = 2048  # elements that one adds up at once
-FINISH_WARPS = 2
+_PIECE = 1024  # elements that one adds up at once
+FINISH_WARPS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,9 @@ def choose_launch(
     # 64 rows are one instruction of a warp group; elsewhere they would not fit into registers.
     largest_m = 64 if target[0] in _HAS_WARP_GROUPS and itemsize == 2 else 32
     block_m = min(max(round_up_to_power_of_two(num_query_rows), 16), largest_m)
-    block_n = 64 if itemsize == 2 else 16
+    block_n, num_stages = 64 if itemsize == 2 else 16, 3
+    if block_m == 64 and head_dim > 128:  # as many bytes in flight, with more registers to spare
+        block_n, num_stages = 32, 4
     per_processor = 2 if head_dim <= (96 if block_m == 64 else 128) else 1
     if target in _SMALL_SHARED_MEMORY:
         block_n, per_processor = min(block_n, 32), 1
@@ -135,7 +137,7 @@ def choose_launch(
         block_m=block_m,
         block_n=block_n,
         columns=64,
-        num_stages=3,
+        num_stages=num_stages,
         num_warps=4,
         num_programs=num_processors * per_processor,
         finish_programs=max(block_m * round_up_to_power_of_two(head_dim) // _PIECE, 1),
