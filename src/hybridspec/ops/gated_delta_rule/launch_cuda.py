@@ -38,7 +38,6 @@ _STRIDES = (
 _INTEGERS = (
     "num_requests", "num_rows", "rows_per_request", "ring_capacity",
     "fold_threshold", "cursors_by_row", "zero_padding", "use_l2norm",
-    "zero",
 )  # fmt: skip
 
 
@@ -165,7 +164,9 @@ def explain_tensors(
     return None
 
 
-def _defines(k: Tensor, a: Tensor, state: Tensor, config: CudaConfig) -> dict[str, object]:
+def _defines(
+    k: Tensor, a: Tensor, state: Tensor, most_tokens: int, config: CudaConfig
+) -> dict[str, object]:
     """Macros of verify.cu for the tensors of a call."""
     return {
         "ACT": _ACTS[k.dtype],
@@ -176,6 +177,7 @@ def _defines(k: Tensor, a: Tensor, state: Tensor, config: CudaConfig) -> dict[st
         "KEY_DIM": state.shape[3],
         "VALUE_DIM": state.shape[2],
         "STATE_STRIDE": state.stride(2) * state.itemsize,
+        "MOST_TOKENS": most_tokens,
         "SPLITS": config.splits,
         "WALK": config.walk,
         "WARPS": config.warps,
@@ -234,8 +236,9 @@ def verify(
         *ring.k.stride()[:3], *ring.u.stride()[:3], *ring.cum_log_decay.stride()[:2],
         num_requests, q.shape[0], q.shape[0] // num_requests, ring.k.shape[2],
         _NEVER if cursors.fold_threshold is None else cursors.fold_threshold,
-        by_row is not None, cursors.is_padding_zeroed, use_qk_l2norm, 0, scale, beta_scale,
+        by_row is not None, cursors.is_padding_zeroed, use_qk_l2norm, scale, beta_scale,
     )  # fmt: skip
+    most_tokens = 4 if max_verify_tokens <= 4 else _MAX_TOKENS
     threads, num_warps = 32 * config.warps, num_heads // config.walk * config.splits
     row_bytes = state.shape[3] * state.itemsize
     if state_scale is not None:
@@ -243,8 +246,8 @@ def verify(
     shared_bytes = config.warps * state.shape[2] // config.splits * (row_bytes + _STAGED_BYTES)
     with torch.cuda.device_of(q):
         kernel = load_kernel(
-            SOURCE, "verify", tuple(_defines(k, a, state, config).items()), threads, shared_bytes,
-            q.device.index,
+            SOURCE, "verify", tuple(_defines(k, a, state, most_tokens, config).items()), threads,
+            shared_bytes, q.device.index,
         )  # fmt: skip
         kernel.launch(-(-num_warps // config.warps), params)
 

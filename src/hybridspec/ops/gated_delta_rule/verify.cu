@@ -10,18 +10,22 @@
 //
 // Only S0 k and S0 q need the state, and they need nothing but raw keys and queries: the state is on
 // its way to shared memory while gates, M and history are worked out, and is read there once (a
-// second time where the request folds). Results have 16 rows, tokens k_0 .. k_7, then q_0 .. q_7.
+// second time where the request folds).
+//
+// Keys and queries of a step are the rows of X: up to four tokens fit into one tile of eight rows,
+// k_0 .. k_3, then q_0 .. q_3; up to eight take two tiles, one of keys and one of queries. Results have
+// value rows down and rows of X across, so nothing is multiplied for tokens that do not exist.
 //
 // How a warp holds matrices. Lane (g, t) = (lane / 4, lane % 4). A row of 32 numbers is four chunks
 // of 16 bytes, one for each t, so lane (g, t) loads numbers 8t .. 8t+7 of row g at once. Tensor-core
 // products sum over pairs (2t, 2t+1) of each lane, and any order of the sum will do if both operands
 // have it: register j of a chunk serves as pair j, that is columns 8t+2j, 8t+2j+1. The same holds for
-// the columns of a result: pair j of a row of 32 is register j of a chunk. What has been transposed
-// has its rows in that order: row g of pair j is row 8 (g / 2) + 2j + g % 2 of 32.
+// value rows: those of lane row g are 8 (g / 2) + 2j + g % 2 of 32 for each j, and what comes out is
+// transposed into register j of a chunk.
 //
 // The launch defines: ACT (Bf16 or Fp16), STATE_BITS (16: as ACT, 32, 8), GATE_BITS (16: as ACT, or
-// 32), HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, STATE_STRIDE (bytes between state rows), SPLITS, WALK
-// (value heads of a warp), WARPS, BLOCKS_PER_MULTIPROCESSOR, EVICT_FIRST (whether states that are only
+// 32), HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, STATE_STRIDE (bytes between state rows), MOST_TOKENS
+// (4 or 8), SPLITS, WALK (value heads of a warp), WARPS, BLOCKS_PER_MULTIPROCESSOR, EVICT_FIRST (whether states that are only
 // read leave the cache early).
 
 #include "primitives.cuh"
@@ -34,7 +38,7 @@
 #define BLOCK_LOOP ROLLED
 #endif
 
-constexpr int TOKENS = 8;
+constexpr int TILES = MOST_TOKENS / 4;        // of rows of X
 constexpr int NEVER = 0x7fffffff;             // a fold_threshold
 constexpr int GROUPS = KEY_DIM / 32;          // of key columns
 constexpr int PART = VALUE_DIM / SPLITS;      // value rows of one warp
@@ -70,7 +74,7 @@ struct Params {
     uint32 ring_u_stride_s, ring_u_stride_h, ring_u_stride_r;
     uint32 decay_stride_s, decay_stride_h;
     uint32 num_requests, num_rows, rows_per_request, ring_capacity;
-    int fold_threshold, cursors_by_row, zero_padding, use_l2norm, zero;
+    int fold_threshold, cursors_by_row, zero_padding, use_l2norm;
     float scale, beta_scale;
 };
 
@@ -91,29 +95,13 @@ DEVICE float load_gate(const void* from, uint64 index) {
 #endif
 }
 
-// Rows of tokens as the left factor of products: k_g and q_g, 32 columns.
-struct Rows {
-    uint32 pairs[2][4];
-    DEVICE Rows() {}
-    // `zero` is one that the compiler cannot know: what it knows to be a copy it copies again, four
-    // registers side by side, for every product.
-    DEVICE Rows(const Chunk& k, const Chunk& q, uint32 zero) {
-        UNROLL
-        for (int i = 0; i < 2; ++i) {
-            pairs[i][0] = k.r[2 * i] | zero, pairs[i][1] = q.r[2 * i] | zero;
-            pairs[i][2] = k.r[2 * i + 1] | zero, pairs[i][3] = q.r[2 * i + 1] | zero;
-        }
-    }
-    DEVICE uint32 key(int j) const { return pairs[j / 2][j % 2 * 2]; }  // register j of the chunk
-};
-
-// d = c + rows other^T for 32 columns, of which a lane has those of row g in `other`.
+// d = c + rows other^T for 32 columns, of which a lane has those of row g: rows g and g + 8 of the
+// left factor are `first` and `second`. Lane (g, t) gets columns 2t, 2t + 1 of both.
 template <class Type = ACT>
-DEVICE void multiply(float (&d)[4], const Rows& rows, const Chunk& other, const float (&c)[4]) {
-    Type::mma(d, rows.pairs[0], other.r[0], other.r[1], c);
-    Type::mma(d, rows.pairs[1], other.r[2], other.r[3], d);
+DEVICE void multiply(float (&d)[4], const Chunk& first, const Chunk& second, const Chunk& other, const float (&c)[4]) {
+    Type::mma(d, {first.r[0], second.r[0], first.r[1], second.r[1]}, other.r[0], other.r[1], c);
+    Type::mma(d, {first.r[2], second.r[2], first.r[3], second.r[3]}, other.r[2], other.r[3], d);
 }
-DEVICE void multiply(float (&c)[4], const Rows& rows, const Chunk& other) { multiply(c, rows, other, c); }
 
 // State rows in shared memory. Chunks of a row are exchanged, so that eight lanes that read at once
 // meet eight banks: chunk c of row r lies at c ^ exchange(r).
@@ -176,32 +164,33 @@ struct StateColumns {
 };
 #endif
 
+// c += S X^T for 32 columns of two state rows of each lane. 8-bit states: `x` is fp16, `excess` is
+// -1152 (sum of a row of x), and `factors` are those of both rows.
+DEVICE void multiply_state(float (&c)[TILES][4], const StateColumns& first, const StateColumns& second, const Chunk (&x)[TILES],
+                           const float (&excess)[TILES][4], const float (&factors)[2]) {
 #if STATE_BITS == 8
-// c += rows S^T for columns of a group and eight state rows. `excess` is -1152 (sum of a row) and
-// `factors` those of the rows of both columns.
-DEVICE void multiply_scaled(float (&c)[4], const Rows& rows, const StateColumns& state, const float (&excess)[4],
-                            const Chunk& factors, int group) {
-    float part[4];
-    multiply<Fp16>(part, rows, state.pairs(), excess);
+    const Chunk first_pairs = first.pairs(), second_pairs = second.pairs();
     UNROLL
-    for (int n = 0; n < 4; ++n) {
-        const uint32 both = factors.r[n % 2 * 2 + group / 2];
-        c[n] += (group % 2 ? Bf16::second(both) : Bf16::first(both)) * part[n];
+    for (int tile = 0; tile < TILES; ++tile) {
+        float part[4];
+        multiply<Fp16>(part, first_pairs, second_pairs, x[tile], excess[tile]);
+        UNROLL
+        for (int i = 0; i < 4; ++i) c[tile][i] += factors[i / 2] * part[i];
     }
-}
+#elif STATE_BITS == 32
+    Chunk first_pairs, first_rest, second_pairs, second_rest;
+    first.split(first_pairs, first_rest);
+    second.split(second_pairs, second_rest);
+    UNROLL
+    for (int tile = 0; tile < TILES; ++tile) {
+        multiply(c[tile], first_pairs, second_pairs, x[tile], c[tile]);
+        multiply(c[tile], first_rest, second_rest, x[tile], c[tile]);
+    }
 #else
-// c += rows S^T for 32 columns of eight state rows.
-DEVICE void multiply(float (&c)[4], const Rows& rows, const StateColumns& state) {
-#if STATE_BITS == 32
-    Chunk pairs, rest;
-    state.split(pairs, rest);
-    multiply(c, rows, pairs);
-    multiply(c, rows, rest);
-#else
-    multiply(c, rows, state.pairs);
+    UNROLL
+    for (int tile = 0; tile < TILES; ++tile) multiply(c[tile], first.pairs, second.pairs, x[tile], c[tile]);
 #endif
 }
-#endif
 
 // Groups of columns of a folding state row that are put back together: where a maximum is looked for
 // across lanes, one group would wait for another.
@@ -353,32 +342,37 @@ DEVICE void copy_values(uint8* staged, const Window& window, const uint16* u, ui
     copy_async<false>(staged + 1024, v);
 }
 
-// Row g of M - 1 and of C M, where C_ts = e^{c_t - c_s} q_t.k_s (s <= t); columns 2t and 2t + 1.
-struct Couplings {
-    uint32 pairs[2];
-};
+// The row of X that lane row g holds in a tile: which token, and whether it is the query.
+DEVICE uint32 token_of(uint32 g) { return TILES == 1 ? g % 4 : g; }
+DEVICE bool is_query(int tile, uint32 g) { return TILES == 1 ? g >= 4 : tile == 1; }
 
-// Solve for them. `dots` are k_g.k_s and q_g.k_s for s = 2t and 2t + 1.
-DEVICE Couplings solve(float decay, float beta, const float (&dots)[4], uint32 g, uint32 t) {
-    float of_k[2], of_q[2], solved_k[2], solved_q[2];
+// Rows of M - 1 (keys) and of C M (queries), where C_ts = e^{c_t - c_s} q_t.k_s (s <= t): columns 2t and
+// 2t + 1, those of tokens. `dots` are products of a row of X with k_s for s = 2t and 2t + 1.
+DEVICE void solve(uint32 (&couplings)[TILES], float decay, float beta, const float (&dots)[TILES][2], uint32 g, uint32 t) {
+    const uint32 token = token_of(g);
+    float of[TILES][2], solved[TILES][2];
     UNROLL
     for (int i = 0; i < 2; ++i) {
         const uint32 s = 2 * t + i;
         const float between = exponential(decay - from_lane(decay, 4 * s));
-        solved_k[i] = of_k[i] = s < g ? -beta * between * dots[i] : 0;
-        solved_q[i] = of_q[i] = s <= g ? between * dots[2 + i] : 0;
-    }
-    UNROLL
-    for (int s = 1; s < TOKENS; ++s) {  // forward substitution: row s is final, rows below take it in
-        const float k_factor = from_lane(of_k[s % 2], 4 * g + s / 2);
-        const float q_factor = from_lane(of_q[s % 2], 4 * g + s / 2);
         UNROLL
-        for (int i = 0; i < 2; ++i) {
-            const float of_row = from_lane(solved_k[i], 4 * s + t);
-            solved_k[i] += k_factor * of_row, solved_q[i] += q_factor * of_row;
+        for (int tile = 0; tile < TILES; ++tile) {
+            const bool query = is_query(tile, g), taken = query ? s <= token : s < token;
+            solved[tile][i] = of[tile][i] = taken ? (query ? between : -beta * between) * dots[tile][i] : 0;
         }
     }
-    return {{ACT::pack(solved_k[0], solved_k[1]), ACT::pack(solved_q[0], solved_q[1])}};
+    UNROLL
+    for (int s = 1; s < MOST_TOKENS; ++s) {  // forward substitution: row s is final, rows below take it in
+        const float of_row[2] = {from_lane(solved[0][0], 4 * s + t), from_lane(solved[0][1], 4 * s + t)};
+        UNROLL
+        for (int tile = 0; tile < TILES; ++tile) {
+            const float factor = from_lane(of[tile][s % 2], 4 * g + s / 2);
+            UNROLL
+            for (int i = 0; i < 2; ++i) solved[tile][i] += factor * of_row[i];
+        }
+    }
+    UNROLL
+    for (int tile = 0; tile < TILES; ++tile) couplings[tile] = ACT::pack(solved[tile][0], solved[tile][1]);
 }
 
 // Columns 32 group + 8t .. + 7 of a pair of state rows (`row` and two behind it), e^{G_P} S0 + (w u)^T k.
@@ -483,13 +477,17 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     // take the last one again; their results go nowhere.
     const uint32 slot = slot_or_none, cursor = p.cursors_by_row ? request : slot;
     const uint32 history = p.history_len[cursor], start = p.ring_start ? p.ring_start[cursor] : 0;
-    const bool live = g < num_tokens;
-    const uint32 token = first + (live ? g : num_tokens - 1);
-    Chunk k[GROUPS], q[GROUPS], window_k[2][GROUPS];
-    const uint16* k_row = p.k + offset(token, p.k_stride_n) + offset(h, p.k_stride_h) + 8 * t;
-    const uint16* q_row = p.q + offset(token, p.q_stride_n) + offset(h, p.q_stride_h) + 8 * t;
+    const bool live = int(token_of(g)) < num_tokens;
+    const uint32 token = first + (live ? token_of(g) : num_tokens - 1);
+    Chunk x[GROUPS][TILES], window_k[2][GROUPS];
     UNROLL
-    for (int i = 0; i < GROUPS; ++i) k[i] = load(k_row + 32 * i), q[i] = load(q_row + 32 * i);
+    for (int tile = 0; tile < TILES; ++tile) {
+        const uint16* key = p.k + offset(token, p.k_stride_n) + offset(h, p.k_stride_h);
+        const uint16* query = p.q + offset(token, p.q_stride_n) + offset(h, p.q_stride_h);
+        const uint16* row = (is_query(tile, g) ? query : key) + 8 * t;
+        UNROLL
+        for (int i = 0; i < GROUPS; ++i) x[i][tile] = load(row + 32 * i);
+    }
     Head head(p, slot, token, hv, value_first, t);
 
     uint8* rows = shared_memory + warp_index() * SHARED_BYTES;
@@ -503,11 +501,10 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     const Window window(start, history, ring_mask, g);
     uint16* ring_k = p.ring_k + offset(slot, p.ring_k_stride_s) + offset(h, p.ring_k_stride_h) + 8 * t;
     UNROLL
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < 2; ++half)
         UNROLL
         for (int i = 0; i < GROUPS; ++i)
             window_k[half][i] = load_if(window.live[half], ring_k + offset(window.row[half], p.ring_k_stride_r) + 32 * i);
-    }
     UNROLL
     for (int block = 0; block < BLOCKS; ++block)
         copy_values(staged + block * STAGED_BYTES, window, head.ring_u + 32 * block, p.ring_u_stride_r, head.v + 32 * block);
@@ -524,45 +521,52 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     sync_warp();
     const bool is_fold = p.is_fold ? is_marked : int(history) >= p.fold_threshold;
 
-    // What all value heads of a key head share: products of rows k_g, q_g with keys of this step and of
-    // the window, and their norms.
-    Rows x[GROUPS];
-    float dots[4] = {0, 0, 0, 0}, dots_q[4] = {0, 0, 0, 0}, window_dots[2][4] = {};  // rows k_g, q_g
-    UNROLL
-    for (int i = 0; i < GROUPS; ++i) {
-        x[i] = Rows(k[i], q[i], p.zero);
-        multiply(dots, x[i], k[i]);
-        multiply(dots_q, x[i], q[i]);
-    }
-    float k_norm = 1, q_norm = p.scale, k_norm_of[2] = {1, 1};  // the last of tokens 2t and 2t + 1
-    if (p.use_l2norm) {  // squares are on the diagonal: token g's in lane (g, g / 2)
-        const float k_root = reciprocal_root((g % 2 ? dots[1] : dots[0]) + 1e-6f);
-        const float q_root = reciprocal_root((g % 2 ? dots_q[3] : dots_q[2]) + 1e-6f);
-        k_norm = from_lane(k_root, 4 * g + g / 2);
-        q_norm *= from_lane(q_root, 4 * g + g / 2);
+    // What all value heads of a key head share: products of rows of X with keys of this step and of
+    // the window, and their norms. `dots` are those with keys 2t and 2t + 1.
+    float norm[TILES], dots[TILES][2], window_dots[TILES][2][2];
+    {
+        float with_keys[4] = {0, 0, 0, 0}, with_queries[4] = {0, 0, 0, 0}, with_window[2][4] = {};
         UNROLL
-        for (int i = 0; i < 2; ++i) k_norm_of[i] = from_lane(k_root, 4 * (2 * t + i) + t);
+        for (int i = 0; i < GROUPS; ++i) {
+            const Chunk &keys = x[i][0], &queries = x[i][TILES - 1];
+            multiply(with_keys, keys, queries, keys, with_keys);
+            if (TILES == 2) multiply(with_queries, keys, queries, queries, with_queries);
+            UNROLL
+            for (int half = 0; half < 2; ++half) multiply(with_window[half], keys, queries, window_k[half][i], with_window[half]);
+        }
+        float key_norm[2] = {1, 1};  // of tokens 2t and 2t + 1
+        UNROLL
+        for (int tile = 0; tile < TILES; ++tile) {
+            norm[tile] = is_query(tile, g) ? p.scale : 1;
+            if (p.use_l2norm) {  // squares are on the diagonal: row g's in lane (g, g / 2)
+                const float(&squares)[4] = tile ? with_queries : with_keys;
+                const float root = reciprocal_root((g % 2 ? squares[2 * tile + 1] : squares[2 * tile]) + 1e-6f);
+                norm[tile] *= from_lane(root, 4 * g + g / 2);
+                UNROLL
+                for (int i = 0; i < 2; ++i)
+                    if (tile == 0) key_norm[i] = from_lane(root, 4 * (2 * t + i) + t);
+            }
+        }
+        UNROLL
+        for (int tile = 0; tile < TILES; ++tile)
+            UNROLL
+            for (int i = 0; i < 2; ++i) {
+                dots[tile][i] = norm[tile] * key_norm[i] * with_keys[2 * tile + i];
+                UNROLL
+                for (int half = 0; half < 2; ++half) window_dots[tile][half][i] = norm[tile] * with_window[half][2 * tile + i];
+            }
     }
-    UNROLL
-    for (int i = 0; i < 2; ++i) dots[i] *= k_norm * k_norm_of[i], dots[2 + i] *= q_norm * k_norm_of[i];
 
-    const uint32 append_row = (start + history + g) & ring_mask;
-    if (live && value_first == 0 && hv % RATIO == 0)  // keys are appended by one warp
+    const uint32 append_row = (start + history + token_of(g)) & ring_mask;
+    if (live && !is_query(0, g) && value_first == 0 && hv % RATIO == 0)  // keys are appended by one warp
         UNROLL
         for (int i = 0; i < GROUPS; ++i) {
             Chunk normed;
             UNROLL
             for (int j = 0; j < 4; ++j)
-                normed.r[j] = ACT::pack(k_norm * ACT::first(x[i].key(j)), k_norm * ACT::second(x[i].key(j)));
+                normed.r[j] = ACT::pack(norm[0] * ACT::first(x[i][0].r[j]), norm[0] * ACT::second(x[i][0].r[j]));
             store(ring_k + offset(append_row, p.ring_k_stride_r) + 32 * i, normed);
         }
-    UNROLL
-    for (int half = 0; half < 2; ++half) {
-        UNROLL
-        for (int i = 0; i < GROUPS; ++i) multiply(window_dots[half], x[i], window_k[half][i]);
-        UNROLL
-        for (int i = 0; i < 4; ++i) window_dots[half][i] *= i < 2 ? k_norm : q_norm;
-    }
     if (is_fold)
         UNROLL
         for (int half = 0; half < 2; ++half)
@@ -570,22 +574,24 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
             for (int i = 0; i < GROUPS; ++i)
                 UNROLL
                 for (int pair = 0; pair < 4; ++pair) window_k[half][i].r[pair] = transpose(window_k[half][i].r[pair]);
+    float excess[GROUPS][TILES][4] = {};
 #if STATE_BITS == 8
     // Integers are multiplied in fp16, where 1152 (sum of x) is part of every product. Rows have length
     // one there, so that all of them are in range.
-    float excess[GROUPS][4];
     UNROLL
-    for (int i = 0; i < GROUPS; ++i) {
+    for (int tile = 0; tile < TILES; ++tile) {
         UNROLL
-        for (int j = 0; j < 8; ++j) {
-            uint32& pair = x[i].pairs[j / 4][j % 4];
-            const float norm = j % 2 ? q_norm : k_norm;
-            pair = Fp16::pack(norm * ACT::first(pair), norm * ACT::second(pair));
+        for (int i = 0; i < GROUPS; ++i) {
+            UNROLL
+            for (int j = 0; j < 4; ++j) {
+                uint32& pair = x[i][tile].r[j];
+                pair = Fp16::pack(norm[tile] * ACT::first(pair), norm[tile] * ACT::second(pair));
+            }
+            const Chunk minus_1152{{0xe480e480u, 0xe480e480u, 0xe480e480u, 0xe480e480u}};
+            multiply<Fp16>(excess[i][tile], minus_1152, minus_1152, x[i][tile], excess[i][tile]);
         }
-        const float zeros[4] = {0, 0, 0, 0};
-        multiply<Fp16>(excess[i], x[i], Chunk{{0xe480e480u, 0xe480e480u, 0xe480e480u, 0xe480e480u}}, zeros);  // -1152
+        norm[tile] = 1;
     }
-    k_norm = q_norm = 1;
 #endif
     const uint32 row_in_block = 8 * (g / 2) + g % 2, exchanged = exchange(row_in_block);
 
@@ -595,31 +601,42 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
         float decay = live ? -exponential(scalars.A_log) * softplus(scalars.a + scalars.dt_bias) : 0;
         const float beta = live ? p.beta_scale * reciprocal(1 + exponential(-scalars.b)) : 0;
         UNROLL
-        for (uint32 distance = 1; distance < TOKENS; distance *= 2) {
+        for (uint32 distance = 1; distance < MOST_TOKENS; distance *= 2) {
             const float below = from_lane_below(decay, 4 * distance);
-            decay += g >= distance ? below : 0;
+            decay += token_of(g) >= distance ? below : 0;
         }
-        const Couplings couplings = solve(decay, beta, dots, g, t);
+        uint32 couplings[TILES];
+        solve(couplings, decay, beta, dots, g, t);
 
         // Weights e^{G_P - G_j}; selected, since what is dead may be anything.
         const float window_end = history ? scalars.decay_end : 0;
         const float window_decay = exponential(window_end), token_decay = exponential(decay);
-        const float k_scale = -beta * token_decay, q_scale = token_decay;
         float weight[2][2];
-        uint32 live_coeff[4];
         UNROLL
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < 2; ++half)
             UNROLL
             for (int i = 0; i < 2; ++i) {
                 const float factor = exponential(window_end - scalars.decay[half][i]);
                 weight[half][i] = 2 * t + i + 8 * half < history ? factor : 0;
             }
-            const float* of = window_dots[half];
-            live_coeff[2 * half] = ACT::pack(k_scale * weight[half][0] * of[0], k_scale * weight[half][1] * of[1]);
-            live_coeff[2 * half + 1] = ACT::pack(q_scale * weight[half][0] * of[2], q_scale * weight[half][1] * of[3]);
+        // Coefficients of live rows for row g of X; of the state and of values for rows 2t and 2t + 1.
+        uint32 live_coeff[TILES][2];
+        float state_scale[TILES][2], value_scale[2];
+        UNROLL
+        for (int tile = 0; tile < TILES; ++tile) {
+            const float row_scale = is_query(tile, g) ? token_decay : -beta * token_decay;
+            UNROLL
+            for (int half = 0; half < 2; ++half) {
+                const float* of = window_dots[tile][half];
+                live_coeff[tile][half] = ACT::pack(row_scale * weight[half][0] * of[0], row_scale * weight[half][1] * of[1]);
+            }
+            UNROLL
+            for (int i = 0; i < 2; ++i) state_scale[tile][i] = from_lane(row_scale * norm[tile] * window_decay, 4 * (2 * t + i));
         }
-        const float state_k_scale = k_scale * k_norm * window_decay, state_q_scale = q_scale * q_norm * window_decay;
-        if (live && t == 0 && value_first == 0) head.ring_decay[append_row] = decay + (is_fold ? 0 : window_end);
+        UNROLL
+        for (int i = 0; i < 2; ++i) value_scale[i] = from_lane(is_query(0, g) ? 0 : beta, 4 * (2 * t + i));
+        if (live && g < MOST_TOKENS && t == 0 && value_first == 0)
+            head.ring_decay[append_row] = decay + (is_fold ? 0 : window_end);
         if (more) scalars = HeadScalars(p, token, head.hv + 1, head.ring_decay + p.decay_stride_h, start, history, t);
 
         // 32 value rows at a time, as they arrive: S0 k and S0 q, live corrections, those of this step.
@@ -631,42 +648,63 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
             uint8* block_rows = rows + 32 * block * ROW_BYTES;
             uint8* block_factors = factors + 32 * block * SCALE_BYTES;
             uint8* my_rows = block_rows + row_in_block * ROW_BYTES;
+            uint8* my_factors = block_factors + row_in_block * SCALE_BYTES;
             const Chunk u[2] = {load_shared(staged + block * STAGED_BYTES), load_shared(staged + block * STAGED_BYTES + 512)};
             const Chunk v = load_shared(staged + block * STAGED_BYTES + 1024);
-            Chunk u_out, y_out;
+            Chunk results[TILES];
             UNROLL
-            for (int pair = 0; pair < 4; ++pair) {
-                float c[4] = {0, 0, 0, 0};
-#if STATE_BITS == 8
-                const Chunk pair_factors = load_shared(block_factors + (8 * t + 2 * pair) * SCALE_BYTES);
-#endif
+            for (int pair = 0; pair < 4; pair += 2) {  // state rows 2 pair and 2 pair + 2 of every lane
+                float c[TILES][4] = {};
                 UNROLL
                 for (int i = 0; i < GROUPS; ++i) {
-                    const StateColumns columns(my_rows, exchanged, 2 * pair, i, t);
+                    float row_factors[2] = {};
 #if STATE_BITS == 8
-                    multiply_scaled(c, x[i], columns, excess[i], pair_factors, i);
-#else
-                    multiply(c, x[i], columns);
+                    UNROLL
+                    for (int half = 0; half < 2; ++half) {
+                        const uint32* both = reinterpret_cast<const uint32*>(my_factors + 2 * (pair + half) * SCALE_BYTES);
+                        row_factors[half] = i % 2 ? Bf16::second(both[i / 2]) : Bf16::first(both[i / 2]);
+                    }
 #endif
+                    multiply_state(c, StateColumns(my_rows, exchanged, 2 * pair, i, t),
+                                   StateColumns(my_rows, exchanged, 2 * pair + 2, i, t), x[i], excess[i], row_factors);
+                }
+                uint32 r[2];
+                UNROLL
+                for (int half = 0; half < 2; ++half) {
+                    const uint32 values = transpose(v.r[pair + half]);
+                    UNROLL
+                    for (int tile = 0; tile < TILES; ++tile)
+                        UNROLL
+                        for (int i = 0; i < 2; ++i) {
+                            float& of = c[tile][2 * half + i];
+                            of *= state_scale[tile][i];
+                            if (tile == 0) of += value_scale[i] * (i ? ACT::second(values) : ACT::first(values));
+                        }
+                }
+                const uint32 live_u[4] = {transpose(u[0].r[pair]), transpose(u[0].r[pair + 1]), transpose(u[1].r[pair]),
+                                          transpose(u[1].r[pair + 1])};
+                UNROLL
+                for (int tile = 0; tile < TILES; ++tile) ACT::mma(c[tile], live_u, live_coeff[tile][0], live_coeff[tile][1], c[tile]);
+                UNROLL
+                for (int half = 0; half < 2; ++half) {
+                    r[half] = ACT::pack(c[0][2 * half], c[0][2 * half + 1]);
+                    if (TILES == 1 && t >= 2) r[half] = 0;  // these are queries
                 }
                 UNROLL
-                for (int i = 0; i < 2; ++i) {
-                    const float value = i ? ACT::second(v.r[pair]) : ACT::first(v.r[pair]);
-                    c[i] = beta * value + state_k_scale * c[i];
-                    c[2 + i] *= state_q_scale;
+                for (int tile = 0; tile < TILES; ++tile) {
+                    ACT::mma_8(c[tile], r, couplings[tile], c[tile]);
+                    UNROLL
+                    for (int half = 0; half < 2; ++half)
+                        results[tile].r[pair + half] = transpose(ACT::pack(c[tile][2 * half], c[tile][2 * half + 1]));
                 }
-                ACT::mma(c, live_coeff, transpose(u[0].r[pair]), transpose(u[1].r[pair]), c);
-                ACT::mma_8(c, couplings.pairs, transpose(ACT::pack(c[0], c[1])), c);
-                u_out.r[pair] = ACT::pack(c[0], c[1]);
-                y_out.r[pair] = ACT::pack(c[2], c[3]);
             }
-            if (live) {
-                store(head.ring_u + offset(append_row, p.ring_u_stride_r) + 32 * block, u_out);
-                store(head.out + 32 * block, y_out);
+            UNROLL
+            for (int tile = 0; tile < TILES; ++tile) {
+                uint16* to = is_query(tile, g) ? head.out : head.ring_u + offset(append_row, p.ring_u_stride_r);
+                if (live) store(to + 32 * block, results[tile]);
             }
             if (is_fold) {
-                fold_block(my_rows, block_factors + row_in_block * SCALE_BYTES, exchanged, window_k,
-                           u, weight, window_decay, t);
+                fold_block(my_rows, my_factors, exchanged, window_k, u, weight, window_decay, t);
                 sync_warp();
                 store_rows(block_rows, block_factors, head.state + 32 * block * STATE_STRIDE,
                            head.scales + 32 * block * SCALE_BYTES);
