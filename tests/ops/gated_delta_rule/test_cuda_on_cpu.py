@@ -34,15 +34,7 @@ def operand(dtypes: Dtypes) -> torch.dtype:
 
 @pytest.mark.parametrize("dtypes", CUDA_MODES, ids=str)
 @pytest.mark.parametrize("case", CUDA_CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("walks", [False, True])
-def test_verify(walks: bool, case: Case, dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`walks`: a warp serves all value heads of a key head."""
-    choose, ratio = launch_cuda.choose_config, case.geometry.value_heads // case.geometry.heads
-    monkeypatch.setattr(
-        launch_cuda,
-        "choose_config",
-        lambda *sizes: replace(choose(*sizes), walk=ratio if walks else 1),
-    )
+def test_verify(case: Case, dtypes: Dtypes) -> None:
     VerifyCall(case.using(dtypes)).check("cuda", operand(dtypes))
 
 
@@ -50,9 +42,9 @@ def test_verify(walks: bool, case: Case, dtypes: Dtypes, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "config",
     [
-        CudaConfig(splits=1, walk=2, warps=2, blocks=1, evict_first=False),
-        CudaConfig(splits=4, walk=1, warps=4, blocks=1, evict_first=True),
-        CudaConfig(splits=2, walk=2, warps=5, blocks=1, evict_first=True),
+        CudaConfig(splits=1, warps=2, blocks=1, evict_first=False),
+        CudaConfig(splits=4, warps=4, blocks=1, evict_first=True),
+        CudaConfig(splits=2, warps=5, blocks=1, evict_first=True),
     ],
     ids=["a-warp-a-head", "four-warps-a-head", "spare-warps"],
 )

@@ -59,40 +59,33 @@ class CudaConfig:
 
     Attributes:
         splits: warps that share the value rows of one head.
-        walk: value heads of a key head that a warp serves one after the other.
         warps: warps of a block.
         blocks: blocks that a multiprocessor must hold, which caps registers.
         evict_first: whether states that a step only reads leave the second-level cache early.
     """
 
     splits: int
-    walk: int
     warps: int
     blocks: int
     evict_first: bool
 
 
-def choose_config(
-    num_heads: int, ratio: int, value_dim: int, state_dtype: torch.dtype
-) -> CudaConfig:
+def choose_config(num_heads: int, value_dim: int, state_dtype: torch.dtype) -> CudaConfig:
     """Pick the shape of a launch; tuned on an H200, see docs/kernels/gdn_verify.md.
 
     Args:
         num_heads: requests times value heads.
-        ratio: value heads of a key head.
         value_dim: V.
         state_dtype: dtype of the checkpoints.
     """
-    walk = 2 if ratio % 2 == 0 and num_heads > 1024 else 1
     if state_dtype == torch.int8:  # half the bytes: a warp takes twice the rows
-        rows, warps, resident = (128 if value_dim % 128 == 0 else 64), 1, 8
+        rows, warps, resident = (128 if value_dim % 128 == 0 and num_heads > 1024 else 64), 1, 8
     elif state_dtype == torch.float32:
         rows, warps, resident = 64, 1, 6
     else:
-        rows, walk, warps, resident = 64, 1, (2 if value_dim % 128 == 0 else 1), 10
+        rows, warps, resident = 64, (2 if value_dim % 128 == 0 else 1), 10
     return CudaConfig(
         splits=value_dim // rows,
-        walk=walk,
         warps=warps,
         blocks=resident // warps,
         # Beyond this states are several times the cache, and the hint slows folds down.
@@ -179,7 +172,6 @@ def _defines(
         "STATE_STRIDE": state.stride(2) * state.itemsize,
         "MOST_TOKENS": most_tokens,
         "SPLITS": config.splits,
-        "WALK": config.walk,
         "WARPS": config.warps,
         "BLOCKS_PER_MULTIPROCESSOR": config.blocks,
         "EVICT_FIRST": int(config.evict_first),
@@ -219,8 +211,7 @@ def verify(
         _check_scale(state_scale)
     A_log, dt_bias = A_log.float(), dt_bias.float()
     num_heads = num_requests * state.shape[1]
-    ratio = state.shape[1] // ring.k.shape[1]
-    config = config or choose_config(num_heads, ratio, state.shape[2], state.dtype)
+    config = config or choose_config(num_heads, state.shape[2], state.dtype)
     params = Params(
         *map(
             _address,
@@ -239,7 +230,7 @@ def verify(
         by_row is not None, cursors.is_padding_zeroed, use_qk_l2norm, scale, beta_scale,
     )  # fmt: skip
     most_tokens = 4 if max_verify_tokens <= 4 else _MAX_TOKENS
-    threads, num_warps = 32 * config.warps, num_heads // config.walk * config.splits
+    threads, num_warps = 32 * config.warps, num_heads * config.splits
     row_bytes = state.shape[3] * state.itemsize
     if state_scale is not None:
         row_bytes += 2 * state_scale.shape[3]

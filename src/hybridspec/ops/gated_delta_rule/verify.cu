@@ -25,7 +25,7 @@
 //
 // The launch defines: ACT (Bf16 or Fp16), STATE_BITS (16: as ACT, 32, 8), GATE_BITS (16: as ACT, or
 // 32), HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, STATE_STRIDE (bytes between state rows), MOST_TOKENS
-// (4 or 8), SPLITS, WALK (value heads of a warp), WARPS, BLOCKS_PER_MULTIPROCESSOR, EVICT_FIRST (whether states that are only
+// (4 or 8), SPLITS, WARPS, BLOCKS_PER_MULTIPROCESSOR, EVICT_FIRST (whether states that are only
 // read leave the cache early).
 
 #include "primitives.cuh"
@@ -44,14 +44,12 @@ constexpr int GROUPS = KEY_DIM / 32;          // of key columns
 constexpr int PART = VALUE_DIM / SPLITS;      // value rows of one warp
 constexpr int BLOCKS = PART / 32;             // of value rows
 constexpr int RATIO = VALUE_HEADS / HEADS;    // value heads of a key head
-constexpr int WALKS = VALUE_HEADS / WALK;     // of a request
 constexpr int ROW_BYTES = KEY_DIM * STATE_BITS / 8;
 constexpr int ROW_CHUNKS = ROW_BYTES / 16;
 constexpr int SCALE_BYTES = STATE_BITS == 8 ? 2 * GROUPS : 0;  // of a row
 constexpr int STAGED_BYTES = 512 * 3;  // of a block: 16 bytes a lane for live rows g and g + 8 of u, and for v
 constexpr int SHARED_BYTES = PART * (ROW_BYTES + SCALE_BYTES) + BLOCKS * STAGED_BYTES;  // of a warp
 
-static_assert(RATIO % WALK == 0, "a walk stays with one key head");
 static_assert(KEY_DIM % 32 == 0 && PART % 32 == 0, "rows are loaded 32 numbers at a time");
 static_assert(ROW_CHUNKS >= 8 && (ROW_CHUNKS & (ROW_CHUNKS - 1)) == 0, "chunks are exchanged within 8");
 
@@ -192,9 +190,9 @@ DEVICE void multiply_state(float (&c)[TILES][4], const StateColumns& first, cons
 #endif
 }
 
-// Groups of columns of a folding state row that are put back together: where a maximum is looked for
-// across lanes, one group would wait for another.
-constexpr int TOGETHER = STATE_BITS == 8 ? 2 : 1;
+// Groups of columns of a folding state row that are put back together. For 8-bit states all: each of the
+// four lanes of a row works out the factor of one group.
+constexpr int TOGETHER = STATE_BITS == 8 ? GROUPS : 1;
 
 // Put columns 32 (group + i) + 8t .. + 7 of a state row where they were read in shared memory, rounded.
 // `row` points at the row, and `factors` at its factors if the state has 8 bits.
@@ -213,28 +211,29 @@ DEVICE void put_columns(uint8* row, uint32 exchanged, uint8* factors, uint32 gro
     for (int j = 0; j < 4; ++j) pairs.r[j] = ACT::pack(x[0][2 * j], x[0][2 * j + 1]);
     store_shared(row + 16 * ((4 * group + t) ^ exchanged), pairs);
 #else
-    float factor[2];
+    static_assert(GROUPS == 4, "a lane of four for each group");
+    float largest[4];  // magnitude in 32 columns of each group: first the lane's, then that of group t in largest[0]
     UNROLL
-    for (int i = 0; i < 2; ++i) {
-        float largest[4];  // magnitude in 32 columns
+    for (int i = 0; i < 4; ++i) {
+        float of[4];
         UNROLL
-        for (int j = 0; j < 4; ++j) largest[j] = larger_magnitude(x[i][j], x[i][4 + j]);
-        factor[i] = larger_magnitude(larger_magnitude(largest[0], largest[1]), larger_magnitude(largest[2], largest[3]));
+        for (int j = 0; j < 4; ++j) of[j] = larger_magnitude(x[i][j], x[i][4 + j]);
+        largest[i] = larger_magnitude(larger_magnitude(of[0], of[1]), larger_magnitude(of[2], of[3]));
     }
     UNROLL
-    for (int mask = 1; mask < 4; mask *= 2)
-        UNROLL
-        for (int i = 0; i < 2; ++i) factor[i] = larger_magnitude(factor[i], from_lane_xor(factor[i], mask));
-    bool vanishes[2];
-    UNROLL
     for (int i = 0; i < 2; ++i) {
-        vanishes[i] = factor[i] < 1e-30f;
-        factor[i] = vanishes[i] ? 0 : factor[i] * 0.007874016f;  // 1 / 127
+        const float given = from_lane_xor(t & 2 ? largest[i] : largest[i + 2], 2);
+        largest[i] = larger_magnitude(t & 2 ? largest[i + 2] : largest[i], given);
     }
-    const uint32 both = Bf16::pack(factor[0], factor[1]);
+    const float given = from_lane_xor(t & 1 ? largest[0] : largest[1], 1);
+    largest[0] = larger_magnitude(t & 1 ? largest[1] : largest[0], given);
+    const bool vanishes = largest[0] < 1e-30f;
+    const uint32 factor = Bf16::pack(vanishes ? 0 : largest[0] * 0.007874016f, 0);  // 1 / 127
+    const float my_inverse = vanishes ? 0 : reciprocal(Bf16::first(factor));
+    reinterpret_cast<uint16*>(factors)[t] = static_cast<uint16>(factor);
     UNROLL
-    for (int i = 0; i < 2; ++i) {
-        const float inverse = vanishes[i] ? 0 : reciprocal(i ? Bf16::second(both) : Bf16::first(both));
+    for (int i = 0; i < 4; ++i) {
+        const float inverse = from_lane(my_inverse, lane_index() / 4 * 4 + i);
         uint32 words[2];
         UNROLL
         for (int half = 0; half < 2; ++half) {
@@ -244,9 +243,8 @@ DEVICE void put_columns(uint8* row, uint32 exchanged, uint8* factors, uint32 gro
             words[half] = select_bytes(select_bytes(integers[0], integers[1], 0x40),
                                        select_bytes(integers[2], integers[3], 0x40), 0x5410);
         }
-        store_shared(row + 16 * ((2 * (group + i) + t / 2) ^ exchanged) + t % 2 * 8, words[0], words[1]);
+        store_shared(row + 16 * ((2 * i + t / 2) ^ exchanged) + t % 2 * 8, words[0], words[1]);
     }
-    if (t == 0) *reinterpret_cast<uint32*>(factors + 2 * group) = both;
 #endif
 }
 
@@ -279,50 +277,12 @@ DEVICE void store_rows(const uint8* rows, const uint8* factors, uint8* state, ui
         store(scales + 16 * lane_index(), load_shared(factors + 16 * lane_index()));
 }
 
-// Zero the warp's columns of rows first, first + step, ...; `out` is its first head.
+// Zero the warp's columns, from `out` on, of rows first, first + step, ...
 DEVICE void zero_rows(const Params& p, uint16* out, uint32 first, uint32 last, uint32 step) {
     for (uint32 row = first; row < last; row += step)
-        for (uint32 i = lane_index(); i < WALK * PART / 8; i += 32)
-            store(out + offset(row, p.out_stride_n) + offset(i / (PART / 8), p.out_stride_h) + i % (PART / 8) * 8,
-                  Chunk{{0, 0, 0, 0}});
+        for (uint32 i = lane_index(); i < PART / 8; i += 32)
+            store(out + offset(row, p.out_stride_n) + 8 * i, Chunk{{0, 0, 0, 0}});
 }
-
-// Addresses of one value head: its state, ring and rows, from `value_first` on.
-struct Head {
-    uint8 *state, *scales;
-    uint16* ring_u;      // ring row 0, column 8t
-    float* ring_decay;   // of ring row 0
-    const uint16* v;     // of the lane's token, column 8t
-    uint16* out;         // of the lane's token, column 8t
-    uint32 hv;
-    DEVICE Head(const Params& p, uint32 slot, uint32 token, uint32 hv, uint32 value_first, uint32 t) : hv(hv) {
-        state = p.state + offset(slot, p.state_stride_s) + offset(hv, p.state_stride_h) + value_first * STATE_STRIDE;
-        scales = p.state_scale + offset(slot, p.scale_stride_s) + offset(hv, p.scale_stride_h) + value_first * SCALE_BYTES;
-        ring_u = p.ring_u + offset(slot, p.ring_u_stride_s) + offset(hv, p.ring_u_stride_h) + value_first + 8 * t;
-        ring_decay = p.ring_decay + offset(slot, p.decay_stride_s) + offset(hv, p.decay_stride_h);
-        v = p.v + offset(token, p.v_stride_n) + offset(hv, p.v_stride_h) + value_first + 8 * t;
-        out = p.out + offset(token, p.out_stride_n) + offset(hv, p.out_stride_h) + value_first + 8 * t;
-    }
-    DEVICE void advance(const Params& p) {
-        state += p.state_stride_h, scales += p.scale_stride_h, ring_u += p.ring_u_stride_h;
-        ring_decay += p.decay_stride_h, v += p.v_stride_h, out += p.out_stride_h, ++hv;
-    }
-};
-
-// Gates of the lane's token; decays of live rows 2t, 2t + 1, 2t + 8, 2t + 9 and of the last one.
-struct HeadScalars {
-    float a, b, A_log, dt_bias, decay[2][2], decay_end;
-    DEVICE HeadScalars(const Params& p, uint32 token, uint32 hv, const float* ring_decay, uint32 start, uint32 history, uint32 t) {
-        a = load_gate(p.a, offset(token, p.a_stride_n) + hv), b = load_gate(p.b, offset(token, p.b_stride_n) + hv);
-        A_log = p.A_log[hv], dt_bias = p.dt_bias[hv];
-        const uint32 ring_mask = p.ring_capacity - 1;
-        UNROLL
-        for (int half = 0; half < 2; ++half)
-            UNROLL
-            for (int i = 0; i < 2; ++i) decay[half][i] = ring_decay[(start + 2 * t + i + 8 * half) & ring_mask];
-        decay_end = ring_decay[(start + history - 1) & ring_mask];
-    }
-};
 
 // Rows g and g + 8 of the live window; zero where dead.
 struct Window {
@@ -450,7 +410,7 @@ DEVICE void fold_block(uint8* rows, uint8* factors, uint32 exchanged, const Chun
 
 KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     const uint32 item = block_index() * WARPS + warp_index();
-    const uint32 hv = item / SPLITS % WALKS * WALK, request = item / SPLITS / WALKS;
+    const uint32 hv = item / SPLITS % VALUE_HEADS, request = item / SPLITS / VALUE_HEADS;
     const uint32 value_first = item % SPLITS * PART, h = hv / RATIO;
     if (request >= p.num_requests) return;
     const uint32 g = lane_index() / 4, t = lane_index() % 4;
@@ -488,18 +448,22 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
         UNROLL
         for (int i = 0; i < GROUPS; ++i) x[i][tile] = load(row + 32 * i);
     }
-    Head head(p, slot, token, hv, value_first, t);
+    uint8* state = p.state + offset(slot, p.state_stride_s) + offset(hv, p.state_stride_h) + value_first * STATE_STRIDE;
+    uint8* scales = p.state_scale + offset(slot, p.scale_stride_s) + offset(hv, p.scale_stride_h) + value_first * SCALE_BYTES;
+    const uint16* v = p.v + offset(token, p.v_stride_n) + offset(hv, p.v_stride_h) + value_first + 8 * t;
 
     uint8* rows = shared_memory + warp_index() * SHARED_BYTES;
     uint8* factors = rows + PART * ROW_BYTES;
     uint8* staged = factors + PART * SCALE_BYTES + 16 * lane_index();
     sync_warp();
-    copy_rows(rows, factors, head.state, head.scales, may_fold);
+    copy_rows(rows, factors, state, scales, may_fold);
     sync_warp();
 
     const uint32 ring_mask = p.ring_capacity - 1;
     const Window window(start, history, ring_mask, g);
     uint16* ring_k = p.ring_k + offset(slot, p.ring_k_stride_s) + offset(h, p.ring_k_stride_h) + 8 * t;
+    uint16* ring_u = p.ring_u + offset(slot, p.ring_u_stride_s) + offset(hv, p.ring_u_stride_h) + value_first + 8 * t;
+    float* ring_decay = p.ring_decay + offset(slot, p.decay_stride_s) + offset(hv, p.decay_stride_h);
     UNROLL
     for (int half = 0; half < 2; ++half)
         UNROLL
@@ -507,22 +471,28 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
             window_k[half][i] = load_if(window.live[half], ring_k + offset(window.row[half], p.ring_k_stride_r) + 32 * i);
     UNROLL
     for (int block = 0; block < BLOCKS; ++block)
-        copy_values(staged + block * STAGED_BYTES, window, head.ring_u + 32 * block, p.ring_u_stride_r, head.v + 32 * block);
+        copy_values(staged + block * STAGED_BYTES, window, ring_u + 32 * block, p.ring_u_stride_r, v + 32 * block);
     copy_async_commit();
-    HeadScalars scalars(p, token, hv, head.ring_decay, start, history, t);
+    const float a = load_gate(p.a, offset(token, p.a_stride_n) + hv), b = load_gate(p.b, offset(token, p.b_stride_n) + hv);
+    const float A_log = p.A_log[hv], dt_bias = p.dt_bias[hv];
+    float window_decays[2][2];  // of live rows 2t, 2t + 1, 2t + 8, 2t + 9
+    UNROLL
+    for (int half = 0; half < 2; ++half)
+        UNROLL
+        for (int i = 0; i < 2; ++i) window_decays[half][i] = ring_decay[(start + 2 * t + i + 8 * half) & ring_mask];
+    const float last_decay = ring_decay[(start + history - 1) & ring_mask];
 
     sync_warp();
     UNROLL
     for (int block = 1; block < BLOCKS; ++block) {
-        copy_rows(rows + 32 * block * ROW_BYTES, factors + 32 * block * SCALE_BYTES, head.state + 32 * block * STATE_STRIDE,
-                  head.scales + 32 * block * SCALE_BYTES, may_fold);
+        copy_rows(rows + 32 * block * ROW_BYTES, factors + 32 * block * SCALE_BYTES, state + 32 * block * STATE_STRIDE,
+                  scales + 32 * block * SCALE_BYTES, may_fold);
         copy_async_commit();
     }
     sync_warp();
     const bool is_fold = p.is_fold ? is_marked : int(history) >= p.fold_threshold;
 
-    // What all value heads of a key head share: products of rows of X with keys of this step and of
-    // the window, and their norms. `dots` are those with keys 2t and 2t + 1.
+    // Products of rows of X with keys 2t and 2t + 1 of this step, and with those of the window.
     float norm[TILES], dots[TILES][2], window_dots[TILES][2][2];
     {
         float with_keys[4] = {0, 0, 0, 0}, with_queries[4] = {0, 0, 0, 0}, with_window[2][4] = {};
@@ -595,129 +565,115 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
 #endif
     const uint32 row_in_block = 8 * (g / 2) + g % 2, exchanged = exchange(row_in_block);
 
-    ROLLED
-    for (int walked = 0; walked < WALK; ++walked) {
-        const bool more = walked + 1 < WALK;
-        float decay = live ? -exponential(scalars.A_log) * softplus(scalars.a + scalars.dt_bias) : 0;
-        const float beta = live ? p.beta_scale * reciprocal(1 + exponential(-scalars.b)) : 0;
-        UNROLL
-        for (uint32 distance = 1; distance < MOST_TOKENS; distance *= 2) {
-            const float below = from_lane_below(decay, 4 * distance);
-            decay += token_of(g) >= distance ? below : 0;
-        }
-        uint32 couplings[TILES];
-        solve(couplings, decay, beta, dots, g, t);
+    float decay = live ? -exponential(A_log) * softplus(a + dt_bias) : 0;
+    const float beta = live ? p.beta_scale * reciprocal(1 + exponential(-b)) : 0;
+    UNROLL
+    for (uint32 distance = 1; distance < MOST_TOKENS; distance *= 2) {
+        const float below = from_lane_below(decay, 4 * distance);
+        decay += token_of(g) >= distance ? below : 0;
+    }
+    uint32 couplings[TILES];
+    solve(couplings, decay, beta, dots, g, t);
 
-        // Weights e^{G_P - G_j}; selected, since what is dead may be anything.
-        const float window_end = history ? scalars.decay_end : 0;
-        const float window_decay = exponential(window_end), token_decay = exponential(decay);
-        float weight[2][2];
+    // Weights e^{G_P - G_j}; selected, since what is dead may be anything.
+    const float window_end = history ? last_decay : 0;
+    const float window_decay = exponential(window_end), token_decay = exponential(decay);
+    float weight[2][2];
+    UNROLL
+    for (int half = 0; half < 2; ++half)
         UNROLL
-        for (int half = 0; half < 2; ++half)
+        for (int i = 0; i < 2; ++i) {
+            const float factor = exponential(window_end - window_decays[half][i]);
+            weight[half][i] = 2 * t + i + 8 * half < history ? factor : 0;
+        }
+    // Coefficients of live rows for row g of X; of the state and of values for rows 2t and 2t + 1.
+    uint32 live_coeff[TILES][2];
+    float state_scale[TILES][2], value_scale[2];
+    UNROLL
+    for (int tile = 0; tile < TILES; ++tile) {
+        const float row_scale = is_query(tile, g) ? token_decay : -beta * token_decay;
+        UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const float* of = window_dots[tile][half];
+            live_coeff[tile][half] = ACT::pack(row_scale * weight[half][0] * of[0], row_scale * weight[half][1] * of[1]);
+        }
+        UNROLL
+        for (int i = 0; i < 2; ++i) state_scale[tile][i] = from_lane(row_scale * norm[tile] * window_decay, 4 * (2 * t + i));
+    }
+    UNROLL
+    for (int i = 0; i < 2; ++i) value_scale[i] = from_lane(is_query(0, g) ? 0 : beta, 4 * (2 * t + i));
+    if (live && g < MOST_TOKENS && t == 0 && value_first == 0)
+        ring_decay[append_row] = decay + (is_fold ? 0 : window_end);
+
+    // 32 value rows at a time, as they arrive: S0 k and S0 q, live corrections, those of this step.
+    BLOCK_LOOP
+    for (int block = 0; block < BLOCKS; ++block) {
+        copy_async_wait<BLOCKS - 1>();
+        copy_async_commit();  // of nothing, so that as many groups as before may be under way
+        sync_warp();
+        uint8* block_rows = rows + 32 * block * ROW_BYTES;
+        uint8* block_factors = factors + 32 * block * SCALE_BYTES;
+        uint8* my_rows = block_rows + row_in_block * ROW_BYTES;
+        uint8* my_factors = block_factors + row_in_block * SCALE_BYTES;
+        const Chunk u[2] = {load_shared(staged + block * STAGED_BYTES), load_shared(staged + block * STAGED_BYTES + 512)};
+        const Chunk v = load_shared(staged + block * STAGED_BYTES + 1024);
+        Chunk results[TILES];
+        UNROLL
+        for (int pair = 0; pair < 4; pair += 2) {  // state rows 2 pair and 2 pair + 2 of every lane
+            float c[TILES][4] = {};
             UNROLL
-            for (int i = 0; i < 2; ++i) {
-                const float factor = exponential(window_end - scalars.decay[half][i]);
-                weight[half][i] = 2 * t + i + 8 * half < history ? factor : 0;
+            for (int i = 0; i < GROUPS; ++i) {
+                float row_factors[2] = {};
+#if STATE_BITS == 8
+                UNROLL
+                for (int half = 0; half < 2; ++half) {
+                    const uint32* both = reinterpret_cast<const uint32*>(my_factors + 2 * (pair + half) * SCALE_BYTES);
+                    row_factors[half] = i % 2 ? Bf16::second(both[i / 2]) : Bf16::first(both[i / 2]);
+                }
+#endif
+                multiply_state(c, StateColumns(my_rows, exchanged, 2 * pair, i, t),
+                               StateColumns(my_rows, exchanged, 2 * pair + 2, i, t), x[i], excess[i], row_factors);
             }
-        // Coefficients of live rows for row g of X; of the state and of values for rows 2t and 2t + 1.
-        uint32 live_coeff[TILES][2];
-        float state_scale[TILES][2], value_scale[2];
-        UNROLL
-        for (int tile = 0; tile < TILES; ++tile) {
-            const float row_scale = is_query(tile, g) ? token_decay : -beta * token_decay;
+            uint32 r[2];
             UNROLL
             for (int half = 0; half < 2; ++half) {
-                const float* of = window_dots[tile][half];
-                live_coeff[tile][half] = ACT::pack(row_scale * weight[half][0] * of[0], row_scale * weight[half][1] * of[1]);
-            }
-            UNROLL
-            for (int i = 0; i < 2; ++i) state_scale[tile][i] = from_lane(row_scale * norm[tile] * window_decay, 4 * (2 * t + i));
-        }
-        UNROLL
-        for (int i = 0; i < 2; ++i) value_scale[i] = from_lane(is_query(0, g) ? 0 : beta, 4 * (2 * t + i));
-        if (live && g < MOST_TOKENS && t == 0 && value_first == 0)
-            head.ring_decay[append_row] = decay + (is_fold ? 0 : window_end);
-        if (more) scalars = HeadScalars(p, token, head.hv + 1, head.ring_decay + p.decay_stride_h, start, history, t);
-
-        // 32 value rows at a time, as they arrive: S0 k and S0 q, live corrections, those of this step.
-        // Where they have been used, those of the next head are asked for.
-        BLOCK_LOOP
-        for (int block = 0; block < BLOCKS; ++block) {
-            copy_async_wait<BLOCKS - 1>();
-            sync_warp();
-            uint8* block_rows = rows + 32 * block * ROW_BYTES;
-            uint8* block_factors = factors + 32 * block * SCALE_BYTES;
-            uint8* my_rows = block_rows + row_in_block * ROW_BYTES;
-            uint8* my_factors = block_factors + row_in_block * SCALE_BYTES;
-            const Chunk u[2] = {load_shared(staged + block * STAGED_BYTES), load_shared(staged + block * STAGED_BYTES + 512)};
-            const Chunk v = load_shared(staged + block * STAGED_BYTES + 1024);
-            Chunk results[TILES];
-            UNROLL
-            for (int pair = 0; pair < 4; pair += 2) {  // state rows 2 pair and 2 pair + 2 of every lane
-                float c[TILES][4] = {};
+                const uint32 values = transpose(v.r[pair + half]);
                 UNROLL
-                for (int i = 0; i < GROUPS; ++i) {
-                    float row_factors[2] = {};
-#if STATE_BITS == 8
+                for (int tile = 0; tile < TILES; ++tile)
                     UNROLL
-                    for (int half = 0; half < 2; ++half) {
-                        const uint32* both = reinterpret_cast<const uint32*>(my_factors + 2 * (pair + half) * SCALE_BYTES);
-                        row_factors[half] = i % 2 ? Bf16::second(both[i / 2]) : Bf16::first(both[i / 2]);
+                    for (int i = 0; i < 2; ++i) {
+                        float& of = c[tile][2 * half + i];
+                        of *= state_scale[tile][i];
+                        if (tile == 0) of += value_scale[i] * (i ? ACT::second(values) : ACT::first(values));
                     }
-#endif
-                    multiply_state(c, StateColumns(my_rows, exchanged, 2 * pair, i, t),
-                                   StateColumns(my_rows, exchanged, 2 * pair + 2, i, t), x[i], excess[i], row_factors);
-                }
-                uint32 r[2];
-                UNROLL
-                for (int half = 0; half < 2; ++half) {
-                    const uint32 values = transpose(v.r[pair + half]);
-                    UNROLL
-                    for (int tile = 0; tile < TILES; ++tile)
-                        UNROLL
-                        for (int i = 0; i < 2; ++i) {
-                            float& of = c[tile][2 * half + i];
-                            of *= state_scale[tile][i];
-                            if (tile == 0) of += value_scale[i] * (i ? ACT::second(values) : ACT::first(values));
-                        }
-                }
-                const uint32 live_u[4] = {transpose(u[0].r[pair]), transpose(u[0].r[pair + 1]), transpose(u[1].r[pair]),
-                                          transpose(u[1].r[pair + 1])};
-                UNROLL
-                for (int tile = 0; tile < TILES; ++tile) ACT::mma(c[tile], live_u, live_coeff[tile][0], live_coeff[tile][1], c[tile]);
-                UNROLL
-                for (int half = 0; half < 2; ++half) {
-                    r[half] = ACT::pack(c[0][2 * half], c[0][2 * half + 1]);
-                    if (TILES == 1 && t >= 2) r[half] = 0;  // these are queries
-                }
-                UNROLL
-                for (int tile = 0; tile < TILES; ++tile) {
-                    ACT::mma_8(c[tile], r, couplings[tile], c[tile]);
-                    UNROLL
-                    for (int half = 0; half < 2; ++half)
-                        results[tile].r[pair + half] = transpose(ACT::pack(c[tile][2 * half], c[tile][2 * half + 1]));
-                }
+            }
+            const uint32 live_u[4] = {transpose(u[0].r[pair]), transpose(u[0].r[pair + 1]), transpose(u[1].r[pair]),
+                                      transpose(u[1].r[pair + 1])};
+            UNROLL
+            for (int tile = 0; tile < TILES; ++tile) ACT::mma(c[tile], live_u, live_coeff[tile][0], live_coeff[tile][1], c[tile]);
+            UNROLL
+            for (int half = 0; half < 2; ++half) {
+                r[half] = ACT::pack(c[0][2 * half], c[0][2 * half + 1]);
+                if (TILES == 1 && t >= 2) r[half] = 0;  // these are queries
             }
             UNROLL
             for (int tile = 0; tile < TILES; ++tile) {
-                uint16* to = is_query(tile, g) ? head.out : head.ring_u + offset(append_row, p.ring_u_stride_r);
-                if (live) store(to + 32 * block, results[tile]);
+                ACT::mma_8(c[tile], r, couplings[tile], c[tile]);
+                UNROLL
+                for (int half = 0; half < 2; ++half)
+                    results[tile].r[pair + half] = transpose(ACT::pack(c[tile][2 * half], c[tile][2 * half + 1]));
             }
-            if (is_fold) {
-                fold_block(my_rows, my_factors, exchanged, window_k, u, weight, window_decay, t);
-                sync_warp();
-                store_rows(block_rows, block_factors, head.state + 32 * block * STATE_STRIDE,
-                           head.scales + 32 * block * SCALE_BYTES);
-            }
-            sync_warp();
-            if (more) {
-                copy_rows(block_rows, block_factors, head.state + p.state_stride_h + 32 * block * STATE_STRIDE,
-                          head.scales + p.scale_stride_h + 32 * block * SCALE_BYTES, may_fold);
-                copy_values(staged + block * STAGED_BYTES, window, head.ring_u + p.ring_u_stride_h + 32 * block,
-                            p.ring_u_stride_r, head.v + p.v_stride_h + 32 * block);
-            }
-            copy_async_commit();  // also of nothing, so that as many groups as before may be under way
         }
-        head.advance(p);
+        UNROLL
+        for (int tile = 0; tile < TILES; ++tile) {
+            uint16* to = is_query(tile, g) ? out + offset(token, p.out_stride_n) + 8 * t
+                                           : ring_u + offset(append_row, p.ring_u_stride_r);
+            if (live) store(to + 32 * block, results[tile]);
+        }
+        if (is_fold) {
+            fold_block(my_rows, my_factors, exchanged, window_k, u, weight, window_decay, t);
+            sync_warp();
+            store_rows(block_rows, block_factors, state + 32 * block * STATE_STRIDE, scales + 32 * block * SCALE_BYTES);
+        }
     }
 }
