@@ -33,7 +33,7 @@ def variants(capability: int):
         config = launch.choose_launch(
             divmod(capability, 10), 132, rows * group, head_dim, dtype.itemsize
         )
-        sizes = launch.kernel_sizes(config, 8, heads, group, head_dim, page_size)
+        sizes = launch.kernel_sizes(config, 8, rows, heads, group, head_dim, page_size)
         floats = ("q_ptr", "k_ptr", "v_ptr", "k_pages_ptr", "v_pages_ptr", "out_ptr")
         types = dict.fromkeys(floats, f"*{NAMES[dtype]}")
         types |= {"parts_ptr": "*fp32", "sums_ptr": "*fp32", "scale_log2": "fp32"}

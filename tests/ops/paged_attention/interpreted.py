@@ -59,7 +59,7 @@ def test_lanes_of_key_heads(num_heads: int, num_programs: int) -> None:
 def test_lanes_divide_heads_and_programs() -> None:
     for num_heads, num_programs, lanes in ((2, 132, 2), (8, 132, 4), (5, 132, 1), (1, 132, 1)):
         config = replace(CONFIG, num_programs=num_programs)
-        sizes = launch.kernel_sizes(config, 4, num_heads, 4, 64, 16)
+        sizes = launch.kernel_sizes(config, 4, 4, num_heads, 4, 64, 16)
         assert sizes.split["LANES"] == sizes.finish["LANES"] == lanes
 
 

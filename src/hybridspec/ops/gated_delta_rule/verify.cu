@@ -395,6 +395,7 @@ DEVICE void fold_block(uint8* rows, uint8* factors, uint32 exchanged, const Chun
             for (int i = 0; i < TOGETHER; ++i)
                 fold_columns(x[i], rows, factors + row * SCALE_BYTES, exchanged, row, group + i, t, weighted_u,
                              keys[0][group + i], keys[1][group + i], window_decay);
+            if (STATE_BITS == 8) sync_warp();  // all lanes of a row have read its factors
             UNROLL
             for (int half = 0; half < 2; ++half) {
                 UNROLL

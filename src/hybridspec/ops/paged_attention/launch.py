@@ -67,6 +67,7 @@ class KernelSizes:
 def kernel_sizes(
     config: LaunchConfig,
     num_requests: int,
+    max_tokens: int,
     num_heads: int,
     group: int,
     head_dim: int,
@@ -90,6 +91,8 @@ def kernel_sizes(
     return KernelSizes(
         split=common
         | {
+            "PROGRAMS": config.num_programs,
+            "ROW_TILES": -(-max_tokens * group // config.block_m),
             "BLOCK_N": config.block_n,
             "COLUMNS": min(head_dim & -head_dim, config.columns),
             "STAGES": config.num_stages,
@@ -222,7 +225,9 @@ def verify(
     parts = q.new_empty(2, programs, block_m, head_dim, dtype=torch.float32)
     sums = q.new_empty(2, programs, 2, block_m, dtype=torch.float32)
     cuts = q.new_empty(2, programs, 8, dtype=torch.int32)
-    sizes = kernel_sizes(config, num_requests, num_heads, group, head_dim, k_pages.shape[1])
+    sizes = kernel_sizes(
+        config, num_requests, max_verify_tokens, num_heads, group, head_dim, k_pages.shape[1]
+    )
     if scale < 0:  # the kernel takes the largest score times the scale for the largest product
         q, scale = -q, -scale
     scale_log2 = max(scale * _LOG2_E, _SMALLEST_SCALE)

@@ -25,6 +25,15 @@ def _program_of(unit, share, num_larger):
 
 
 @triton.jit
+def _row_tiles(num_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, ROW_TILES: tl.constexpr):
+    """Tiles of query rows that a request has for a key head: at most ROW_TILES."""
+    if ROW_TILES == 1:
+        return 1
+    else:
+        return tl.cdiv(num_tokens * GROUP, BLOCK_M)
+
+
+@triton.jit
 def _load_pages(table_ptr, stride, block, position, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page of each key of a block, or the one page of all; behind the last, that of the last."""
     last = tl.maximum(position - 1, 0)
@@ -86,7 +95,9 @@ def split_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     LANES: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     REQUESTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -101,8 +112,9 @@ def split_kernel(
     """
     if IS_OVERLAPPED:
         gdc_launch_dependents()
-    pid, num_programs = tl.program_id(0), tl.num_programs(0)
-    lane, nth, lane_programs = pid % LANES, pid // LANES, num_programs // LANES
+    pid = tl.program_id(0)
+    lane, nth = pid % LANES, pid // LANES
+    lane_programs: tl.constexpr = PROGRAMS // LANES
     requests = tl.arange(0, REQUESTS)
     is_request = requests < num_requests
     begins = tl.load(cu_seqlens_ptr + requests, mask=is_request, other=0).to(tl.int32)
@@ -111,14 +123,14 @@ def split_kernel(
     is_live = (slots >= 0) & (ends > begins)
     lengths = tl.load(seq_len_ptr + slots, mask=is_live, other=0).to(tl.int32) + ends - begins
     blocks = tl.where(is_live, tl.cdiv(lengths, BLOCK_N), 0)
-    tiles = (HEADS // LANES) * tl.cdiv((ends - begins) * GROUP, BLOCK_M)
+    tiles = (HEADS // LANES) * _row_tiles(ends - begins, GROUP, BLOCK_M, ROW_TILES)
     unit_ends = tl.cumsum(blocks * tiles, 0)
     num_units = tl.max(unit_ends, 0)
     share, num_larger = num_units // lane_programs, num_units % lane_programs
     unit = nth * share + tl.minimum(nth, num_larger)
     last_unit = unit + share + (nth < num_larger).to(tl.int32)
     tl.store(cuts_ptr + pid * 8, 0)
-    tl.store(cuts_ptr + (num_programs + pid) * 8, 0)
+    tl.store(cuts_ptr + (PROGRAMS + pid) * 8, 0)
 
     CHUNKS: tl.constexpr = D // COLUMNS
     columns = tl.arange(0, COLUMNS)
@@ -130,7 +142,7 @@ def split_kernel(
         slot = tl.load(slots_ptr + request).to(tl.int64)
         position = tl.load(seq_len_ptr + slot).to(tl.int32)
         num_blocks = tl.cdiv(position + num_tokens, BLOCK_N)
-        m_tiles = tl.cdiv(num_tokens * GROUP, BLOCK_M)
+        m_tiles = _row_tiles(num_tokens, GROUP, BLOCK_M, ROW_TILES)
         tile = (unit - begin) // num_blocks
         begin += tile * num_blocks
         block, end_block = unit - begin, tl.minimum(last_unit - begin, num_blocks)
@@ -202,7 +214,7 @@ def split_kernel(
                 ptrs = out_rows[:, None] + (c * COLUMNS + columns)[None, :]
                 tl.store(ptrs, y, mask=m_mask[:, None])
         else:
-            place = (block == 0).to(tl.int32) * num_programs + pid
+            place = (block == 0).to(tl.int32) * PROGRAMS + pid
             rows = place.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
             for c in tl.static_range(CHUNKS):
                 part_ptrs = parts_ptr + (rows * D)[:, None] + (c * COLUMNS + columns)[None, :]
