@@ -117,6 +117,25 @@ def test_nothing_behind_the_last_row_is_read() -> None:
     call.check("cuda", BF16)
 
 
+@pytest.mark.parametrize("dtypes", CUDA_MODES, ids=str)
+@pytest.mark.parametrize("num_tokens", [4, 8])
+def test_a_query_that_is_no_number_harms_its_own_outputs_only(
+    num_tokens: int, dtypes: Dtypes
+) -> None:
+    case = Case("query", (num_tokens, 2), (14, 3), geometry=LARGE, dtypes=dtypes)
+    usual, spoilt = VerifyCall(case), VerifyCall(case)
+    inputs = spoilt.inputs()
+    inputs[0][1, 0] = torch.nan  # of the second token and the first key head
+    spoilt.inputs = lambda: inputs
+    expected, actual = usual.run("cuda"), spoilt.run("cuda")
+    for pool, other in zip(spoilt.pools.tensors(), usual.pools.tensors(), strict=True):
+        assert_same_bits(pool, other)
+    is_harmed = torch.zeros(expected.shape, dtype=torch.bool)
+    is_harmed[1, :2] = True
+    assert actual[is_harmed].isnan().all()
+    assert_same_bits(actual, expected, ~is_harmed)
+
+
 def test_fp32_states_are_read_with_more_than_16_bits() -> None:
     """Differences of columns that agree in their first 16 bits."""
     call = VerifyCall(Case("bits", (1,), (0,), slots=(2,), geometry=NARROW, dtypes=CUDA_MODES[2]))
