@@ -100,7 +100,9 @@ def check_devices(**named: Tensor | None) -> None:
             )
 
 
-def check_option(name: str, value: Any, kind: type, *, low: int | None = None) -> None:
+def check_option(
+    name: str, value: Any, kind: type, *, low: int | None = None, high: int | None = None
+) -> None:
     """Raise unless an option is a plain value of a kind.
 
     Args:
@@ -108,16 +110,19 @@ def check_option(name: str, value: Any, kind: type, *, low: int | None = None) -
         value: what came. What counts as an integer or a number, such as NumPy's, is one.
         kind: int, float, bool or str.
         low: least value.
+        high: largest value.
 
     Raises:
         TypeError: if `value` is of another kind.
-        ValueError: if it is less than `low`.
+        ValueError: if it is less than `low` or more than `high`.
     """
     if not isinstance(value, kind) and not _counts_as(value, kind):
         expected = {int: "an integer", float: "a number", bool: "True or False", str: "a text"}
         raise TypeError(f"{name}: expected {expected[kind]}, got {value!r}")
     if low is not None and value < low:
         raise ValueError(f"{name}: expected at least {low}, got {value}")
+    if high is not None and value > high:
+        raise ValueError(f"{name}: expected at most {high}, got {value}")
 
 
 def _counts_as(value: Any, kind: type) -> bool:

@@ -179,7 +179,7 @@ inline float larger_magnitude(float a, float b) {
     return a != a || b != b ? NAN : std::max(std::fabs(a), std::fabs(b));
 }
 inline float as_float(uint32 bits) { return cpu::real(bits); }
-inline uint32 as_bits(float x) { return cpu::bits(x); }
+inline uint32 as_bits(float x) { return x != x ? 0x7fffffffu : cpu::bits(x); }  // the NaN of arithmetic there
 inline uint32 select_bytes(uint32 low, uint32 high, uint32 selector) {
     const uint64 both = static_cast<uint64>(high) << 32 | low;
     uint32 result = 0;

@@ -180,13 +180,28 @@ def test_8_bit_states_are_rounded_like_those_of_the_oracle() -> None:
     assert pools.state[0].ne(state).sum() <= 2 * 32
 
 
-def test_groups_that_vanish_or_are_not_finite() -> None:
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_groups_that_vanish_or_are_not_finite(value: float) -> None:
     call = fold_of_nothing(CUDA_MODES[3], -75.0)
-    call.pools.ring.u[0, 0, 3, 40] = torch.nan
+    call.pools.ring.u[0, 0, 3, 40] = value
     call.run("cuda")
     rows = torch.arange(64) != 40
     assert not call.pools.state[0, 0, rows].any() and not call.pools.state_scale[0, 0, rows].any()
     assert call.pools.checkpoint(0)[0, 40].isnan().all()
+
+
+@pytest.mark.parametrize("num_tokens", [3, 6])
+@pytest.mark.parametrize(("size", "scale"), [(1.0, 3e6), (1.0, 1e-6), (1e5, 1.0), (1e-4, 1.0)])
+def test_8_bit_states_take_rows_of_any_length(num_tokens: int, size: float, scale: float) -> None:
+    """They are multiplied in fp16, whose range is small."""
+    has_norm = size == 1.0
+    case = Case(
+        "rows", (num_tokens, 1), (13, 3), geometry=NARROW, dtypes=CUDA_MODES[3],
+        use_qk_l2norm=has_norm, scale=scale,
+    )  # fmt: skip
+    call = VerifyCall(case)
+    call.tokens = replace(call.tokens, q=size * call.tokens.q)
+    call.check("cuda", BF16)
 
 
 def test_a_slot_past_two_to_the_32nd_element(tmp_path: Path) -> None:

@@ -267,6 +267,7 @@ def test_wrong_arguments_of_restart_windows() -> None:
         ({"ring_capacity": 31}, ValueError, "ring_capacity: expected a power of two, got 31"),
         ({"ring_capacity": "32"}, TypeError, "ring_capacity: expected an integer, got '32'"),
         ({"fold_threshold": None}, TypeError, "fold_threshold: expected an integer, got None"),
+        ({"fold_threshold": 2**31}, ValueError, "fold_threshold: expected at most 2147483647"),
         ({"slots": torch.zeros(6).int()[::2]}, ValueError, "slots: expected a last stride of 1"),
     ):
         with pytest.raises(kind, match=text):

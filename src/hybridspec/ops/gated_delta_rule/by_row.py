@@ -115,7 +115,7 @@ def verify_rows(
     _check(q, k, v, a, b, A_log, dt_bias, state, ring, slots, out)
     check_options(scale, use_qk_l2norm, beta_scale)
     if fold_threshold is not None:
-        check_option("fold_threshold", fold_threshold, int)
+        check_option("fold_threshold", fold_threshold, int, low=-(2**31), high=2**31 - 1)
     num_tokens = v.shape[1]
     check_window(ring, num_tokens)
     if out is None:

@@ -49,7 +49,7 @@ def restart_windows(
     """
     marks = {"ring_start": ring_start, "history_len": history_len}
     check_marks({}, **marks, **({} if slots is None else {"slots": slots}))
-    check_option("fold_threshold", fold_threshold, int)
+    check_option("fold_threshold", fold_threshold, int, low=-(2**31), high=2**31 - 1)
     check_capacity(ring_capacity)
     _restart_windows_op(ring_start, history_len, slots, fold_threshold, ring_capacity)
 

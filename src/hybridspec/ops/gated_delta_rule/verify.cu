@@ -228,7 +228,8 @@ DEVICE void put_columns(uint8* row, uint32 exchanged, uint8* factors, uint32 gro
     const float given = from_lane_xor(t & 1 ? largest[0] : largest[1], 1);
     largest[0] = larger_magnitude(t & 1 ? largest[1] : largest[0], given);
     const bool vanishes = largest[0] < 1e-30f;
-    const uint32 factor = Bf16::pack(vanishes ? 0 : largest[0] * 0.007874016f, 0);  // 1 / 127
+    // 1 / 127; no number if the largest is none or not finite, which zero times it is.
+    const uint32 factor = Bf16::pack(vanishes ? 0 : fused_multiply_add(largest[0], 0.f, largest[0] * 0.007874016f), 0);
     const float my_inverse = vanishes ? 0 : reciprocal(Bf16::first(factor));
     reinterpret_cast<uint16*>(factors)[t] = static_cast<uint16>(factor);
     UNROLL
@@ -494,7 +495,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     const bool is_fold = p.is_fold ? is_marked : int(history) >= p.fold_threshold;
 
     // Products of rows of X with keys 2t and 2t + 1 of this step, and with those of the window.
-    float norm[TILES], dots[TILES][2], window_dots[TILES][2][2];
+    float norm[TILES], unit[TILES], dots[TILES][2], window_dots[TILES][2][2];  // x unit has length one
     {
         float with_keys[4] = {0, 0, 0, 0}, with_queries[4] = {0, 0, 0, 0}, with_window[2][4] = {};
         UNROLL
@@ -509,13 +510,16 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
         UNROLL
         for (int tile = 0; tile < TILES; ++tile) {
             norm[tile] = is_query(tile, g) ? p.scale : 1;
-            if (p.use_l2norm) {  // squares are on the diagonal: row g's in lane (g, g / 2)
+            if (STATE_BITS == 8 || p.use_l2norm) {  // squares are on the diagonal: row g's in lane (g, g / 2)
                 const float(&squares)[4] = tile ? with_queries : with_keys;
                 const float root = reciprocal_root((g % 2 ? squares[2 * tile + 1] : squares[2 * tile]) + 1e-6f);
-                norm[tile] *= from_lane(root, 4 * g + g / 2);
-                UNROLL
-                for (int i = 0; i < 2; ++i)
-                    if (tile == 0) key_norm[i] = from_lane(root, 4 * (2 * t + i) + t);
+                unit[tile] = from_lane(root, 4 * g + g / 2);
+                if (p.use_l2norm) {
+                    norm[tile] *= unit[tile];
+                    UNROLL
+                    for (int i = 0; i < 2; ++i)
+                        if (tile == 0) key_norm[i] = from_lane(root, 4 * (2 * t + i) + t);
+                }
             }
         }
         UNROLL
@@ -547,8 +551,8 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
                 for (int pair = 0; pair < 4; ++pair) window_k[half][i].r[pair] = transpose(window_k[half][i].r[pair]);
     float excess[GROUPS][TILES][4] = {};
 #if STATE_BITS == 8
-    // Integers are multiplied in fp16, where 1152 (sum of x) is part of every product. Rows have length
-    // one there, so that all of them are in range.
+    // Integers are multiplied in fp16, where 1152 (sum of x) is part of every product. Rows of X have
+    // length one there, so that all of them are in range.
     UNROLL
     for (int tile = 0; tile < TILES; ++tile) {
         UNROLL
@@ -556,12 +560,12 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
             UNROLL
             for (int j = 0; j < 4; ++j) {
                 uint32& pair = x[i][tile].r[j];
-                pair = Fp16::pack(norm[tile] * ACT::first(pair), norm[tile] * ACT::second(pair));
+                pair = Fp16::pack(unit[tile] * ACT::first(pair), unit[tile] * ACT::second(pair));
             }
             const Chunk minus_1152{{0xe480e480u, 0xe480e480u, 0xe480e480u, 0xe480e480u}};
             multiply<Fp16>(excess[i][tile], minus_1152, minus_1152, x[i][tile], excess[i][tile]);
         }
-        norm[tile] = 1;
+        norm[tile] = (is_query(tile, g) ? p.scale : 1) * (p.use_l2norm ? 1 : reciprocal(unit[tile]));
     }
 #endif
     const uint32 row_in_block = 8 * (g / 2) + g % 2, exchanged = exchange(row_in_block);
