@@ -10,9 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from helpers.far_memory import far_apart
 
 __all__ = [
     "BATCHES",
@@ -21,6 +24,7 @@ __all__ = [
     "expected_output",
     "expected_pages",
     "make_attention_batch",
+    "with_far_pages",
 ]
 
 # What a kernel must get right, small enough for Triton's interpreter.
@@ -240,3 +244,12 @@ def check_verify(
     assert (out.cpu().double() - right).abs().max() <= allowed
     for found, expected in zip((moved.k_pages, moved.v_pages), pages, strict=True):
         torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def with_far_pages(batch: AttentionBatch, folder: Path) -> AttentionBatch:
+    """Return the batch with its pages 2**30 elements apart, in files of a folder."""
+    far = {}
+    for name in ("k_pages", "v_pages"):
+        pages = getattr(batch, name)
+        far[name] = far_apart(pages, len(pages), 2**30, folder / name).copy_(pages)
+    return replace(batch, **far)

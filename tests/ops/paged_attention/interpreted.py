@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.attention_cases import BATCHES, check_verify, make_attention_batch
+from helpers.attention_cases import BATCHES, check_verify, make_attention_batch, with_far_pages
 from helpers.far_memory import far_apart
 from helpers.guarded import at_the_end_of_memory
 from hybridspec.ops.paged_attention import launch
@@ -119,12 +119,8 @@ def test_scales(scale: float) -> None:
 
 def test_pages_past_two_to_the_31st_element(tmp_path: Path) -> None:
     batch = make_attention_batch([4], [30], [2], page_size=16, dtype=F16)
-    far = {}
-    for name in ("k_pages", "v_pages"):
-        pages = getattr(batch, name)
-        far[name] = far_apart(pages, len(pages), 2**30, tmp_path / name).copy_(pages)
     assert batch.page_table[2, :3].max() >= 2
-    check_verify(replace(batch, **far), launch.verify, config=CONFIG)
+    check_verify(with_far_pages(batch, tmp_path), launch.verify, config=CONFIG)
 
 
 def test_rows_past_two_to_the_31st_element(tmp_path: Path) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from helpers.append_cases import CASES, check_append
-from helpers.attention_cases import expected_pages, make_attention_batch
-from helpers.far_memory import far_apart
+from helpers.attention_cases import expected_pages, make_attention_batch, with_far_pages
 from hybridspec.ops.paged_attention.append import launch_append
 
 F32, F16 = torch.float32, torch.float16
@@ -24,11 +22,8 @@ def test_append(name: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
 
 def test_pages_past_two_to_the_31st_element(tmp_path: Path) -> None:
     batch = make_attention_batch([4], [30], [2], page_size=16, dtype=F16)
-    far = {}
-    for name in ("k_pages", "v_pages"):
-        pages = getattr(batch, name)
-        far[name] = far_apart(pages, len(pages), 2**30, tmp_path / name).copy_(pages)
     assert batch.page_table[2, :3].max() >= 2
-    launch_append(*replace(batch, **far).tensors[1:])
-    for pages, right in zip(far.values(), expected_pages(batch), strict=True):
+    far = with_far_pages(batch, tmp_path)
+    launch_append(*far.tensors[1:])
+    for pages, right in zip((far.k_pages, far.v_pages), expected_pages(batch), strict=True):
         torch.testing.assert_close(pages, right, rtol=0, atol=0, equal_nan=True)

@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._backends import choose_backend
-from hybridspec.ops._checks import (
-    Dims,
-    check,
-    check_devices,
-    check_dtype,
-    check_last_stride,
-    check_option,
-)
+from hybridspec.ops._checks import Dims, check, check_devices, check_dtype, check_last_stride
 from hybridspec.ops._library import register
 from hybridspec.ops.gated_delta_rule import launch, launch_cuda, reference
 from hybridspec.ops.gated_delta_rule.choice import verify_backends
@@ -28,6 +21,7 @@ from hybridspec.ops.gated_delta_rule.contracts import (
     WIDE,
     check_options,
     check_pools,
+    check_threshold,
     check_window,
 )
 from hybridspec.ops.gated_delta_rule.ring import RingView
@@ -115,7 +109,7 @@ def verify_rows(
     _check(q, k, v, a, b, A_log, dt_bias, state, ring, slots, out)
     check_options(scale, use_qk_l2norm, beta_scale)
     if fold_threshold is not None:
-        check_option("fold_threshold", fold_threshold, int, low=-(2**31), high=2**31 - 1)
+        check_threshold(fold_threshold)
     num_tokens = v.shape[1]
     check_window(ring, num_tokens)
     if out is None:

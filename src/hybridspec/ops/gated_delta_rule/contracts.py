@@ -301,6 +301,11 @@ def check_marks(dims: Dims, **marks: Tensor) -> None:
         check_last_stride(name, tensor)
 
 
+def check_threshold(fold_threshold: int) -> None:
+    """Raise unless a fewest number of live rows can be compared with an int32 cursor."""
+    check_option("fold_threshold", fold_threshold, int, low=-(2**31), high=2**31 - 1)
+
+
 def check_capacity(ring_capacity: int) -> None:
     """Raise unless a number of ring rows is one that rings have."""
     check_option("ring_capacity", ring_capacity, int)

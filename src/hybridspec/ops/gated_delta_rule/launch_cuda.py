@@ -199,7 +199,6 @@ def verify(
     state_scale: Tensor | None = None,
     *,
     by_row: RowCursors | None = None,
-    config: CudaConfig | None = None,
 ) -> None:
     """Launch the kernel; arguments as `launch.verify`, and the row scales of an 8-bit state."""
     cursors = by_row or RowCursors.of_slots(ring)
@@ -211,7 +210,7 @@ def verify(
         _check_scale(state_scale)
     A_log, dt_bias = A_log.float(), dt_bias.float()
     num_heads = num_requests * state.shape[1]
-    config = config or choose_config(num_heads, state.shape[2], state.dtype)
+    config = choose_config(num_heads, state.shape[2], state.dtype)
     params = Params(
         *map(
             _address,

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._backends import choose_backend
-from hybridspec.ops._checks import check_option
 from hybridspec.ops._library import register
 from hybridspec.ops._triton_support import triton_or_reference
 from hybridspec.ops.gated_delta_rule import launch_slots
-from hybridspec.ops.gated_delta_rule.contracts import check_capacity, check_marks
+from hybridspec.ops.gated_delta_rule.contracts import check_capacity, check_marks, check_threshold
 
 __all__ = ["restart_windows"]
 
@@ -49,7 +48,7 @@ def restart_windows(
     """
     marks = {"ring_start": ring_start, "history_len": history_len}
     check_marks({}, **marks, **({} if slots is None else {"slots": slots}))
-    check_option("fold_threshold", fold_threshold, int, low=-(2**31), high=2**31 - 1)
+    check_threshold(fold_threshold)
     check_capacity(ring_capacity)
     _restart_windows_op(ring_start, history_len, slots, fold_threshold, ring_capacity)
 

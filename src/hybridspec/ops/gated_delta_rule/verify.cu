@@ -162,6 +162,12 @@ struct StateColumns {
 };
 #endif
 
+// The factor of a group of columns of an 8-bit state row; `factors` are those of the row.
+DEVICE float factor_of(const uint8* factors, uint32 group) {
+    const uint32 both = reinterpret_cast<const uint32*>(factors)[group / 2];
+    return group % 2 ? Bf16::second(both) : Bf16::first(both);
+}
+
 // c += S X^T for 32 columns of two state rows of each lane. 8-bit states: `x` is fp16, `excess` is
 // -1152 (sum of a row of x), and `factors` are those of both rows.
 DEVICE void multiply_state(float (&c)[TILES][4], const StateColumns& first, const StateColumns& second, const Chunk (&x)[TILES],
@@ -338,7 +344,7 @@ DEVICE void solve(uint32 (&couplings)[TILES], float decay, float beta, const flo
 
 // Columns 32 group + 8t .. + 7 of a pair of state rows (`row` and two behind it), e^{G_P} S0 + (w u)^T k.
 // `keys` are columns of this group of the window, transposed, and `factors` those of `row`.
-DEVICE void fold_columns(float (&x)[2][8], const uint8* rows, const uint8* factors, uint32 exchanged, uint32 row, uint32 group,
+DEVICE void fold_columns(float (&first)[8], float (&second)[8], const uint8* rows, const uint8* factors, uint32 exchanged, uint32 row, uint32 group,
                          uint32 t, const uint32 (&weighted_u)[4], const Chunk& keys_0, const Chunk& keys_8, float window_decay) {
 #if STATE_BITS == 8
     // The tensor cores turn integers into numbers: times one, less 1152.
@@ -349,8 +355,7 @@ DEVICE void fold_columns(float (&x)[2][8], const uint8* rows, const uint8* facto
     Chunk integers[2];
     UNROLL
     for (int half = 0; half < 2; ++half) {
-        const uint32 both = *reinterpret_cast<const uint32*>(factors + 2 * half * SCALE_BYTES + group / 2 * 4);
-        factor[half] = window_decay * (group % 2 ? Bf16::second(both) : Bf16::first(both));
+        factor[half] = window_decay * factor_of(factors + 2 * half * SCALE_BYTES, group);
         integers[half] = StateColumns(rows, exchanged, row + 2 * half, group, t).pairs();
     }
     UNROLL
@@ -359,17 +364,20 @@ DEVICE void fold_columns(float (&x)[2][8], const uint8* rows, const uint8* facto
         Fp16::mma_8(old, {integers[0].r[j], integers[1].r[j]}, identity, minus_1152);
         ACT::mma(added, weighted_u, keys_0.r[j], keys_8.r[j], zeros);
         UNROLL
-        for (int i = 0; i < 4; ++i) x[i / 2][2 * j + i % 2] = fused_multiply_add(old[i], factor[i / 2], added[i]);
+        for (int i = 0; i < 2; ++i) {
+            first[2 * j + i] = fused_multiply_add(old[i], factor[0], added[i]);
+            second[2 * j + i] = fused_multiply_add(old[2 + i], factor[1], added[2 + i]);
+        }
     }
 #else
-    UNROLL
-    for (int half = 0; half < 2; ++half) StateColumns(rows, exchanged, row + 2 * half, group, t).widen(x[half], window_decay);
+    StateColumns(rows, exchanged, row, group, t).widen(first, window_decay);
+    StateColumns(rows, exchanged, row + 2, group, t).widen(second, window_decay);
     UNROLL
     for (int j = 0; j < 4; ++j) {
-        float c[4] = {x[0][2 * j], x[0][2 * j + 1], x[1][2 * j], x[1][2 * j + 1]};
+        float c[4] = {first[2 * j], first[2 * j + 1], second[2 * j], second[2 * j + 1]};
         ACT::mma(c, weighted_u, keys_0.r[j], keys_8.r[j], c);
         UNROLL
-        for (int i = 0; i < 4; ++i) x[i / 2][2 * j + i % 2] = c[i];
+        for (int i = 0; i < 2; ++i) first[2 * j + i] = c[i], second[2 * j + i] = c[2 + i];
     }
 #endif
 }
@@ -391,21 +399,16 @@ DEVICE void fold_block(uint8* rows, uint8* factors, uint32 exchanged, const Chun
         const uint32 row = 4 * tile;
         UNROLL
         for (int group = 0; group < GROUPS; group += TOGETHER) {
-            float x[TOGETHER][2][8], row_of[TOGETHER][8];
+            float x[2][TOGETHER][8];
             UNROLL
             for (int i = 0; i < TOGETHER; ++i)
-                fold_columns(x[i], rows, factors + row * SCALE_BYTES, exchanged, row, group + i, t, weighted_u,
+                fold_columns(x[0][i], x[1][i], rows, factors + row * SCALE_BYTES, exchanged, row, group + i, t, weighted_u,
                              keys[0][group + i], keys[1][group + i], window_decay);
             if (STATE_BITS == 8) sync_warp();  // all lanes of a row have read its factors
             UNROLL
-            for (int half = 0; half < 2; ++half) {
-                UNROLL
-                for (int i = 0; i < TOGETHER; ++i)
-                    UNROLL
-                    for (int j = 0; j < 8; ++j) row_of[i][j] = x[i][half][j];
+            for (int half = 0; half < 2; ++half)
                 put_columns(rows + (row + 2 * half) * ROW_BYTES, exchanged, factors + (row + 2 * half) * SCALE_BYTES, group, t,
-                            row_of);
-            }
+                            x[half]);
         }
     }
 }
@@ -631,10 +634,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
                 float row_factors[2] = {};
 #if STATE_BITS == 8
                 UNROLL
-                for (int half = 0; half < 2; ++half) {
-                    const uint32* both = reinterpret_cast<const uint32*>(my_factors + 2 * (pair + half) * SCALE_BYTES);
-                    row_factors[half] = i % 2 ? Bf16::second(both[i / 2]) : Bf16::first(both[i / 2]);
-                }
+                for (int half = 0; half < 2; ++half) row_factors[half] = factor_of(my_factors + 2 * (pair + half) * SCALE_BYTES, i);
 #endif
                 multiply_state(c, StateColumns(my_rows, exchanged, 2 * pair, i, t),
                                StateColumns(my_rows, exchanged, 2 * pair + 2, i, t), x[i], excess[i], row_factors);

@@ -79,6 +79,7 @@ def kernel_sizes(
         "GROUP": group,
         "D": head_dim,
         "PAGE_SIZE": page_size,
+        "PROGRAMS": config.num_programs,
         "LANES": math.gcd(num_heads, config.num_programs),
         "REQUESTS": max(round_up_to_power_of_two(num_requests), _FEWEST_REQUESTS),
         "BLOCK_M": config.block_m,
@@ -91,7 +92,6 @@ def kernel_sizes(
     return KernelSizes(
         split=common
         | {
-            "PROGRAMS": config.num_programs,
             "ROW_TILES": -(-max_tokens * group // config.block_m),
             "BLOCK_N": config.block_n,
             "COLUMNS": min(head_dim & -head_dim, config.columns),
@@ -105,7 +105,6 @@ def kernel_sizes(
             "PART_COLUMNS": min(_PIECE // parts, block_d),
             "BLOCK_HEADS": round_up_to_power_of_two(num_heads),
             "BLOCK_QUERY_HEADS": round_up_to_power_of_two(num_heads * group),
-            "APPENDERS": config.num_programs,
         },
     )
 

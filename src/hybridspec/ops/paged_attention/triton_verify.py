@@ -328,6 +328,7 @@ def finish_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     LANES: tl.constexpr,
     REQUESTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -337,7 +338,6 @@ def finish_kernel(
     PART_COLUMNS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_QUERY_HEADS: tl.constexpr,
-    APPENDERS: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):
     """Append rows and zero dead ones; then add up a share of the tile that a part belongs to.
@@ -345,14 +345,14 @@ def finish_kernel(
     All programs at the parts of a tile share its rows; PARTS parts are added in one go.
     """
     worker, place = tl.program_id(0), tl.program_id(1)
-    num_workers, num_programs = tl.num_programs(0), tl.num_programs(1) // 2
+    num_workers = tl.num_programs(0)
     d_offs = tl.arange(0, BLOCK_D)
     d_mask = d_offs < D
     requests = tl.arange(0, REQUESTS)
     is_request = requests < num_requests
-    # The first programs append: they find room beside those of the first launch.
+    # The first PROGRAMS programs append: they find room beside those of the first launch.
     first_row = place * num_workers + worker
-    for row in range(first_row, tl.where(first_row < APPENDERS, num_rows, 0), APPENDERS):
+    for row in range(first_row, tl.where(first_row < PROGRAMS, num_rows, 0), PROGRAMS):
         begins = tl.load(cu_seqlens_ptr + requests, mask=is_request, other=0)
         ends = tl.load(cu_seqlens_ptr + 1 + requests, mask=is_request, other=0)
         slots = tl.load(slots_ptr + requests, mask=is_request, other=-1)
@@ -387,9 +387,9 @@ def finish_kernel(
     first, num_tokens = tl.load(cut_ptr + 2).to(tl.int64), tl.load(cut_ptr + 3)
     tile = tl.load(cut_ptr + 4)
     if num_parts > 0:
-        part = tl.where(place < num_programs, (place - start) // LANES, 0)
+        part = tl.where(place < PROGRAMS, (place - start) // LANES, 0)
         _add_up(
-            out_ptr, parts_ptr, sums_ptr, out_stride_n, out_stride_h, num_programs, num_parts,
+            out_ptr, parts_ptr, sums_ptr, out_stride_n, out_stride_h, PROGRAMS, num_parts,
             start, first, num_tokens, tile, part * num_workers + worker, num_parts * num_workers,
             LANES, GROUP, D, BLOCK_M, PARTS, PART_ROWS, PART_COLUMNS,
         )  # fmt: skip
