@@ -11,7 +11,7 @@ from typing import Any
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.backends import backends_in_use
 from hybridspec.engine.engine import Engine, model_folder
-from hybridspec.engine.memory import available_bytes, request_bytes
+from hybridspec.engine.memory import available_bytes
 from hybridspec.engine.outputs import RequestOutput, StepOutput
 from hybridspec.engine.request import Request
 from hybridspec.errors import CapacityError
@@ -34,7 +34,7 @@ class EngineInfo:
         has_mtp: whether the checkpoint holds a draft head.
         backends: per op, the backend in use and why.
         request_bytes: per kind of memory, bytes that one request holds whatever its length.
-        kv_bytes_per_token: bytes of keys and values that each of its tokens adds.
+        kv_bytes_per_token: bytes of keys, values and ids that each of its tokens adds.
         snapshot_bytes: recurrent states that one request would need with a snapshot per verified
             row (draft_tokens + 1 of them), which is what `request_bytes` replaces.
         num_requests_fit: requests of max_model_len tokens that fit the memory.
@@ -305,16 +305,11 @@ class LLM:
     def describe(self) -> EngineInfo:
         """Say what this engine runs on and what a request costs."""
         engine, pools = self._engine, self._engine.pools
-        g = pools.geometry
-        parts = {
-            "GDN state": g.state_bytes(pools.state_dtype),
-            "GDN ring": g.ring_bytes(pools.dtype),
-            "conv ring": g.conv_bytes(pools.dtype),
-        }
-        kv_per_token = g.kv_bytes_per_token(pools.dtype)
+        specs = pools.specs
+        kv_per_token = specs.token_bytes()
         max_len = self.config.max_model_len
         assert max_len is not None
-        whole = request_bytes(g, pools.dtype, pools.state_dtype) + kv_per_token * max_len
+        whole = specs.request_bytes() + kv_per_token * max_len
         if pools.device.type == "cuda":
             fit = min(pools.num_slots, pools.num_pages // engine.allocator.pages_for(max_len))
         else:
@@ -326,9 +321,9 @@ class LLM:
             num_parameters=engine.model.num_parameters,
             has_mtp=engine.model.mtp is not None,
             backends=backends_in_use(pools, engine.attention),
-            request_bytes=parts,
+            request_bytes=specs.slot_bytes(),
             kv_bytes_per_token=kv_per_token,
-            snapshot_bytes=(self.config.draft_tokens + 1) * parts["GDN state"],
+            snapshot_bytes=(self.config.draft_tokens + 1) * specs.state_bytes(),
             num_requests_fit=fit,
         )
 
