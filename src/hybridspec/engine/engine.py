@@ -21,7 +21,7 @@ from hybridspec.engine.drafting import make_drafter, resolve_drafter
 from hybridspec.engine.memory import check_sizes, plan_pools
 from hybridspec.engine.outputs import StepOutput
 from hybridspec.engine.request import Request
-from hybridspec.engine.rules import check_params, make_rules
+from hybridspec.engine.rules import check_params, counted_logprobs, make_rules
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
 from hybridspec.errors import CapacityError
@@ -192,6 +192,7 @@ class Engine:
             draft_tokens=self.config.draft_tokens,
             tokenizer=self.tokenizer,
         )
+        params = counted_logprobs(params, vocab)
         max_len = self.config.max_model_len
         assert max_len is not None  # resolved when the model was loaded
         limit = max_len - len(ids)

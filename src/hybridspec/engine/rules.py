@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hybridspec.config import SamplingParams
 from hybridspec.models import Tokenizer
 from hybridspec.speculate import ChoiceRule, LogitEdits
 
-__all__ = ["check_params", "make_rules", "seed_of", "word_tokens"]
+__all__ = ["check_params", "counted_logprobs", "make_rules", "seed_of", "word_tokens"]
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of different requests do not meet
 
@@ -49,6 +50,12 @@ def check_params(
         value = getattr(params, name)
         if value is not None and value > limit:
             raise ValueError(f"{name}: expected at most {what} {limit}, got {value}")
+
+
+def counted_logprobs(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """Return the parameters with the vocabulary's size in place of logprobs of -1."""
+    asked = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs")}
+    return replace(params, **{name: vocab_size for name, count in asked.items() if count == -1})
 
 
 def seed_of(seed: int, index: int) -> int:
