@@ -76,7 +76,7 @@ class Pools:
             ring_start=self.ring_start,
             history_len=self.history_len,
             page_table=self.page_table,
-            max_window=self.specs.options.max_window,
+            max_window=self.max_window,
         )
         tensors = self._slot_tensors[index] | self._page_tensors[index]
         self._memories[index] = self.specs.all()[index].view(tensors, cursors)
@@ -94,6 +94,16 @@ class Pools:
     def of_kind(self, kind: type[_Memory]) -> list[_Memory]:
         """List the memories of one kind, the draft head's last."""
         return [memory for memory in self._memories if isinstance(memory, kind)]
+
+    @property
+    def ring_capacity(self) -> int:
+        """Rows of every ring."""
+        return self.specs.options.ring_capacity
+
+    @property
+    def max_window(self) -> int:
+        """Most live rows of every ring."""
+        return self.specs.options.max_window
 
     @property
     def num_slots(self) -> int:
