@@ -243,8 +243,8 @@ def test_describe(llm: LLM) -> None:
     # ring: (2 x 16 + 4 x 16) numbers and 4 decays per row; conv ring: 16 rows x 128 channels
     assert info.request_bytes["GDN ring"] == 3 * 32 * ((32 + 64) * 4 + 4 * 4)
     assert info.request_bytes["conv ring"] == 3 * 16 * 128 * 4
-    # one attention layer and the draft head's
-    assert info.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4
+    # one attention layer and the draft head's, and the id
+    assert info.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4 + 4
     assert info.num_requests_fit >= 1
     assert info.config.dtype == "float32" and info.config.device == "cpu"
     assert info.has_mtp and set(info.backends) >= {"gated_delta_rule", "paged_attention"}

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hybridspec.config import EngineConfig, SamplingParams
-from hybridspec.engine.engine import Engine, model_folder
+from hybridspec.engine.engine import Engine
 from hybridspec.engine.info import EngineInfo, describe
 from hybridspec.engine.outputs import RequestOutput, StepOutput
 from hybridspec.engine.progress import show_progress
 from hybridspec.engine.prompts import prompt_list
 from hybridspec.engine.request import Request
+from hybridspec.engine.resolve import model_folder
 from hybridspec.errors import CapacityError
 from hybridspec.models import ModelConfig, OnProgress, Tokenizer
 from hybridspec.models.chat import ChatTemplates, is_conversation

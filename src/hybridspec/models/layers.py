@@ -3,13 +3,14 @@
 Plain objects with a `forward`, because on a CPU the module machinery costs as much as a small
 matrix product. `Step.is_prefill` alone decides whether rows are stored or appended. Every mixer has
 the same form, so that another kind needs no change here: `forward(x, residual, rows, memory)`, and
-`memory_spec(config, options)`, which states the memory that it is given.
+what an engine asks before it is built: `memory_spec`, the memory that it is given, and `refusals`,
+which backends of its ops would not serve it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +25,28 @@ from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import GdnMemory, KvMemory, MemoryOptions, MemorySpec
 
 __all__ = [
+    "ATTENTION",
+    "CAUSAL_CONV1D",
+    "GATED_DELTA_RULE",
+    "PROMPT_ATTENTION",
     "AttentionLayer",
     "DecoderLayer",
     "GdnLayer",
     "Mixer",
+    "Refusals",
     "RmsNorm",
     "Rotary",
     "Rows",
 ]
+
+# Ops as engines name them.
+GATED_DELTA_RULE = "gated_delta_rule"
+CAUSAL_CONV1D = "causal_conv1d"
+ATTENTION = "paged_attention"
+PROMPT_ATTENTION = "attention of prompts"
+
+# By op: the backends in order of preference, each with why it would not serve, None if it would.
+Refusals = dict[str, dict[str, str | None]]
 
 
 class RmsNorm:
@@ -130,6 +145,11 @@ class Mixer(Protocol):
         """State the memory of such a layer."""
         ...
 
+    @staticmethod
+    def refusals(config: ModelConfig, memory: Any, max_verify_tokens: int) -> Refusals:
+        """Ask each op of such a layer which of its backends would not serve it."""
+        ...
+
     def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: Any) -> Tensor:
         """Add rows [N, D], mixed along their requests, to others; appends to the memory's logs."""
         ...
@@ -155,7 +175,7 @@ class GdnLayer:
         A_log, dt_bias: [HV], fp32.
         norm: gated norm over V.
         out_weight: [D, HV V].
-        backend: which implementation of the ops to use.
+        conv_backend, rule_backend: what runs the convolution and the rule of rows to verify.
     """
 
     config: ModelConfig
@@ -165,7 +185,8 @@ class GdnLayer:
     dt_bias: Tensor
     norm: RmsNorm
     out_weight: Tensor
-    backend: str
+    conv_backend: str
+    rule_backend: str
 
     @staticmethod
     def memory_spec(config: ModelConfig, options: MemoryOptions) -> MemorySpec:
@@ -179,6 +200,30 @@ class GdnLayer:
             value_dim=g.value_dim,
             conv_width=g.conv_width,
         )
+
+    @staticmethod
+    def refusals(config: ModelConfig, memory: GdnMemory, max_verify_tokens: int) -> Refusals:
+        """Ask each op of such a layer which of its backends would not serve it."""
+        g = config.gdn
+        keys, values = (-1, g.num_key_heads, g.key_dim), (-1, g.num_value_heads, g.value_dim)
+        sizes = (g.conv_dim, values[1] * values[2], g.num_value_heads, g.num_value_heads)
+        projected = memory.conv_ring.new_empty(1, sum(sizes))
+        qkv, z, b, a = projected.split_with_sizes(sizes, -1)
+        out = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+        q, k, v = out.split_with_sizes((keys[1] * keys[2], keys[1] * keys[2], sizes[1]), -1)
+        weight = out.new_empty(g.conv_width, g.conv_dim).t()
+        y = out.new_empty(1, *values[1:])
+        rows = (q.view(keys), k.view(keys), v.view(values), a, b)
+        return {
+            CAUSAL_CONV1D: {
+                name: explain(qkv, weight, memory.conv_ring, out, max_verify_tokens)
+                for name, explain in causal_conv1d.verify_backends(qkv).items()
+            },
+            GATED_DELTA_RULE: {
+                name: explain(*rows, memory.state, memory.ring, y, max_verify_tokens)
+                for name, explain in gated_delta_rule.verify_backends(qkv).items()
+            },
+        }
 
     def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: GdnMemory) -> Tensor:
         """Add rows [N, D], mixed along their requests, to others; appends to the memory's logs."""
@@ -199,11 +244,9 @@ class GdnLayer:
             qkv, self.conv_weight, memory.conv_ring, memory.seq_len, step.cu_seqlens, step.slots,
         )  # fmt: skip
         if step.is_prefill:
-            return causal_conv1d.prefill(
-                *logs, max_seqlen=step.max_seqlen, activation="silu", backend=self.backend
-            )
+            return causal_conv1d.prefill(*logs, max_seqlen=step.max_seqlen, activation="silu")
         return causal_conv1d.verify(
-            *logs, max_verify_tokens=step.max_seqlen, activation="silu", backend=self.backend
+            *logs, max_verify_tokens=step.max_seqlen, activation="silu", backend=self.conv_backend
         )
 
     def _mix(
@@ -217,7 +260,6 @@ class GdnLayer:
                 *logs,
                 max_seqlen=step.max_seqlen,
                 state_scale=memory.state_scale,
-                backend=self.backend,
             )
         return gated_delta_rule.verify(
             *rows,
@@ -225,7 +267,7 @@ class GdnLayer:
             max_verify_tokens=step.max_seqlen,
             is_fold=step.is_fold,
             state_scale=memory.state_scale,
-            backend=self.backend,
+            backend=self.rule_backend,
         )
 
 
@@ -252,6 +294,28 @@ class AttentionLayer:
     def memory_spec(config: ModelConfig, options: MemoryOptions) -> MemorySpec:
         """State the memory of such a layer."""
         return KvMemory.spec(options, num_heads=config.num_kv_heads, head_dim=config.head_dim)
+
+    @staticmethod
+    def refusals(config: ModelConfig, memory: KvMemory, max_verify_tokens: int) -> Refusals:
+        """Ask each op of such a layer which of its backends would not serve it."""
+        heads, kv_heads, head_dim = config.num_attention_heads, config.num_kv_heads, config.head_dim
+        qk = memory.k_pages.new_empty(1, heads + kv_heads, head_dim)
+        q, k = qk.split_with_sizes((heads, kv_heads), 1)
+        offsets = memory.seq_len.new_zeros(2)
+        call = (
+            q, k, torch.empty_like(k), memory.k_pages, memory.v_pages, memory.page_table,
+            memory.seq_len, offsets, offsets[:1], torch.empty_like(q),
+        )  # fmt: skip
+        return {
+            ATTENTION: {
+                name: explain(*call, max_verify_tokens)
+                for name, explain in paged_attention.verify_backends(q).items()
+            },
+            PROMPT_ATTENTION: {
+                name: explain(*call, config.max_positions)
+                for name, explain in paged_attention.prefill_backends(q).items()
+            },
+        }
 
     def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: KvMemory) -> Tensor:
         """Add what rows [N, D] find in their requests' pages to others; appends there first."""
@@ -304,13 +368,6 @@ class DecoderLayer:
     mlp: Mlp | MoeMlp
     mixer_norm: RmsNorm
     mlp_norm: RmsNorm
-
-    def with_attention(self, *, verify_backend: str, prefill_backend: str) -> Self:
-        """Return the same block, with other implementations of attention if it attends."""
-        if not isinstance(self.mixer, AttentionLayer):
-            return self
-        mixer = replace(self.mixer, verify_backend=verify_backend, prefill_backend=prefill_backend)
-        return replace(self, mixer=mixer)
 
     def forward(self, x: Tensor, rows: Rows, memory: Any) -> Tensor:
         """Return the residual stream after this layer, [N, D]; appends to the memory's logs."""
