@@ -34,7 +34,7 @@ def choose_backends(
 ) -> Choices:
     """Choose what serves each op of a model's layers, once for all steps.
 
-    The layers are asked with a memory of one slot and one page, so that whatever a backend looks
+    The layers are asked with a memory of one slot and few pages, so that whatever a backend looks
     at is as it will be. Prompts are attended by FlashAttention-3 where it serves and nothing else
     was asked for.
 
@@ -58,7 +58,7 @@ def choose_backends(
     sample = Pools(
         MemorySpecs(layers=tuple(by_kind.values()), head=None, options=specs.options),
         num_slots=1,
-        num_pages=1,
+        num_pages=min(max_pages_per_slot, 2),  # so that the page table is as wide, or wider than 1
         page_size=min(page_size, _SAMPLE_PAGE),
         max_pages_per_slot=max_pages_per_slot,
         device=device,

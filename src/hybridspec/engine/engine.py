@@ -26,7 +26,7 @@ from hybridspec.errors import CapacityError
 from hybridspec.models import HybridModel, OnProgress, load_model, load_tokenizer
 from hybridspec.models.generation import end_token_ids
 from hybridspec.models.layers import ATTENTION, PROMPT_ATTENTION
-from hybridspec.runtime import Allocator, Pools
+from hybridspec.runtime import Allocator, Pools, available_host_bytes
 from hybridspec.speculate import Drafter
 
 __all__ = ["Engine"]
@@ -306,5 +306,6 @@ def _make_pools(resolved: Resolved) -> tuple[Pools, Allocator]:
         can_grow=plan.can_grow,
         max_slots=plan.max_slots,
         has_clean_values="fa3" in attending,
+        free_bytes=available_host_bytes if plan.can_grow else None,
     )
     return pools, allocator

@@ -67,7 +67,7 @@ def describe(engine: Engine) -> EngineInfo:
         num_parameters=engine.model.num_parameters,
         has_mtp=engine.model.mtp is not None,
         backends=engine.resolved.backends,
-        request_bytes=specs.slot_bytes(),
+        request_bytes=specs.bytes_by_part(),
         kv_bytes_per_token=kv_per_token,
         snapshot_bytes=(engine.config.draft_tokens + 1) * specs.state_bytes(),
         num_requests_fit=fit,
