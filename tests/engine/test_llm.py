@@ -11,6 +11,7 @@ import torch
 from helpers.ascii_tokenizer import END, text_of, write_ascii_tokenizer
 from helpers.tiny_checkpoints import build_tiny_checkpoint
 from hybridspec import LLM, CapacityError, CheckpointError, SamplingParams, UnsupportedError
+from hybridspec.engine import resolve as resolve_module
 from hybridspec.engine.outputs import RequestStats
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -259,11 +260,12 @@ def test_acceptance_by_position() -> None:
     assert RequestStats().acceptance_by_position() == []
 
 
-@pytest.mark.parametrize(("asked", "expected"), [(None, 1), (2, 2)])
+@pytest.mark.parametrize(("asked", "expected"), [(None, 1), (2, 2), (1024, 2)])
 def test_threads_of_a_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, expected: int
 ) -> None:
     """Small models run on one thread, and torch's number is put back after each step."""
+    monkeypatch.setattr(resolve_module, "_num_cores", lambda: 2)
     llm = LLM(folder, device="cpu", threads=asked)
     seen = set()
     forward = type(llm._engine.model).forward

@@ -15,6 +15,7 @@ import torch
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.drafting import make_drafter
 from hybridspec.engine.interrupts import interrupts_wait
+from hybridspec.engine.isolation import ProcessGuard, torch_defaults
 from hybridspec.engine.memory import plan_pools
 from hybridspec.engine.request import Request, RequestGroup
 from hybridspec.engine.resolve import Resolved, resolve
@@ -46,8 +47,7 @@ class Engine:
         on_progress: called with the bytes of weights read so far and those of all files.
     """
 
-    # Steps run in inference mode, where views of tensors that were made in it cost less.
-    @torch.inference_mode()
+    @torch_defaults()
     def __init__(
         self,
         folder: Path,
@@ -57,6 +57,7 @@ class Engine:
         on_progress: OnProgress | None = None,
     ) -> None:
         self.folder = folder
+        self.guard = ProcessGuard()
         self.resolved = resolve(folder, config, has_own_drafter=drafter is not None)
         self.config = self.resolved.config
         if config.dummy_weights:
@@ -111,7 +112,9 @@ class Engine:
 
         Raises:
             ValueError: if the prompt or a parameter does not fit the model.
+            RuntimeError: in a forked child of the process that made the engine.
         """
+        self.guard.check()
         text = None
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -218,7 +221,7 @@ class Engine:
         """Queue all continuations of a request made by `make_request`; never waits for a step."""
         self._inbox.extend(request.continuations)
 
-    @torch.inference_mode()
+    @torch_defaults()
     def step(self) -> None:
         """Admit what fits, process some prompt rows, and decode every running request once.
 
@@ -266,6 +269,8 @@ class Engine:
 
         Needs no lock: a garbage collection may call this in the middle of a step.
         """
+        if self.guard.is_forked:
+            return
         self._dropped.extend(request for request in requests if request.finish_reason is None)
         if self.lock.acquire(blocking=False):
             try:

@@ -29,6 +29,9 @@ Prompt = str | Mapping[str, Any]  # a text, or {"prompt": ...} or {"prompt_token
 class LLM:
     """A hybrid language model that decodes speculatively, exactly; threads may share it.
 
+    A process that was forked from the one that made it cannot use it: make one in each process, and
+    start processes with multiprocessing's "spawn" method.
+
     Example:
         >>> from hybridspec import LLM, SamplingParams
         >>> llm = LLM("bundled", device="cpu")
@@ -343,6 +346,7 @@ class LLM:
                 engine.submit(request)
             is_running = bool(requests)
             while is_running:
+                engine.guard.check()  # a forked child would wait for the lock
                 with engine.lock:
                     if not any(outboxes):
                         engine.step()

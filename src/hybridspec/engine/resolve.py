@@ -196,11 +196,18 @@ def _threads(asked: int | None, device: torch.device, hidden_size: int) -> int |
         if device.type != "cpu":
             return None
         return 1 if hidden_size <= SMALL_HIDDEN_SIZE else torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if cores is not None and asked > cores:
+    cores = _num_cores()
+    if asked > cores:
         _log.warning("threads: %d asked for, this process may use %d cores", asked, cores)
         return cores
     return asked
+
+
+def _num_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _name(dtype: torch.dtype) -> str:
