@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridspec.ops.gated_delta_rule import decide_folds
+from hybridspec.ops.ring import decide_folds
 from measured_commit import measured_commit
 
 REQUESTS, STEPS, WINDOW, RING = 256, 400, 16, 32

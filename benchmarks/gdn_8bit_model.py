@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from hybridspec.bundled import bundled_model_path
 from hybridspec.models import load_model
 from hybridspec.models.hybrid import HybridModel
-from hybridspec.ops import gated_delta_rule
+from hybridspec.ops import ring as ring_ops
 from hybridspec.runtime.pools import Pools
 from hybridspec.runtime.step import Step
 from measured_commit import measured_commit
@@ -69,7 +69,7 @@ class Decoder:
         slots = torch.tensor(list(rows), dtype=torch.int32)
         counts = torch.tensor([len(tokens) for tokens in rows.values()], dtype=torch.int32)
         is_fold = torch.zeros(len(rows), dtype=torch.int8)
-        gated_delta_rule.decide_folds(
+        ring_ops.decide_folds(
             pools.history_len, slots, counts, is_fold, max_window=pools.geometry.max_window
         )
         self.num_folds += int(is_fold.sum())
@@ -86,7 +86,7 @@ class Decoder:
         )
         tokens = torch.tensor([token for row in rows.values() for token in row])
         logits = self.model.logits(self.model.forward(tokens, step, pools))
-        gated_delta_rule.commit(
+        ring_ops.commit(
             pools.seq_len, pools.ring_start, pools.history_len, slots, is_fold, counts,
             torch.tensor(num_committed, dtype=torch.int32),
             ring_capacity=pools.geometry.ring_capacity,

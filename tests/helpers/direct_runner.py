@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hybridspec.models.hybrid import HybridModel
 from hybridspec.ops import gated_delta_rule
+from hybridspec.ops import ring as ring_ops
 from hybridspec.runtime.pools import Pools
 from hybridspec.runtime.step import Step
 
@@ -60,7 +61,7 @@ class DirectRunner:
         num_verify_tokens = torch.tensor(counts, dtype=torch.int32)
         is_fold = torch.zeros(len(rows), dtype=torch.int8)
         if not is_prefill:
-            gated_delta_rule.decide_folds(
+            ring_ops.decide_folds(
                 self.pools.history_len,
                 slots,
                 num_verify_tokens,
@@ -94,7 +95,7 @@ class DirectRunner:
         step = self.step(rows, is_prefill=False)
         pools = self.pools
         hidden = self.model.forward(_packed(rows), step, pools)
-        gated_delta_rule.commit(
+        ring_ops.commit(
             pools.seq_len,
             pools.ring_start,
             pools.history_len,

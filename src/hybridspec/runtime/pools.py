@@ -13,8 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hybridspec.ops.gated_delta_rule import RingView
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
+from hybridspec.ops.ring import RingView
 
 __all__ = ["GdnPool", "KvPool", "PoolGeometry", "Pools"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.models import HybridModel
-from hybridspec.ops.gated_delta_rule import commit, decide_folds
+from hybridspec.ops.ring import commit, decide_folds
 from hybridspec.runtime import Pools, Step
 from hybridspec.speculate.accept import accept_prefix
 from hybridspec.speculate.choose import ChoiceRule, choose_and_report
