@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from hybridspec.errors import UnsupportedError
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -14,6 +18,7 @@ __all__ = [
     "DTYPES",
     "KV_LAYOUTS",
     "MAX_DRAFT_TOKENS",
+    "NOT_ACTED_ON_YET",
     "STATE_DTYPES",
     "EngineConfig",
     "SamplingParams",
@@ -25,28 +30,62 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 STATE_DTYPES = (*DTYPES, "int8")
 DRAFTERS = ("auto", "mtp", "lookup", "none")
 KV_LAYOUTS = ("paged", "contiguous")
+# Parameters that are understood and checked, but that no engine carries out.
+NOT_ACTED_ON_YET = frozenset(
+    {
+        "allowed_token_ids",
+    }
+)
+_MAX_SHOWN = 80  # characters of a value in a message
 ATTENTION_BACKENDS = ("auto", "triton", "fa3", "reference")
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-    if value < low or (high is not None and value > high):
+def _shown(value: Any) -> str:
+    """Return a value as a message shows it: never longer than a line."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return what counts as an integer, NumPy's too, as a plain one."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an integer, got {_shown(value)}")
+    if number < low or (high is not None and number > high):
         bound = f"at least {low}" if high is None else f"in {low}..{high}"
-        raise ValueError(f"{name}: expected an integer {bound}, got {value}")
+        raise ValueError(f"{name}: expected an integer {bound}, got {_shown(value)}")
+    return number
 
 
-def _optional_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if value is not None:
-        _integer(name, value, low, high)
+def _optional_integer(name: str, value: Any, low: int, high: int | None = None) -> int | None:
+    return None if value is None else _integer(name, value, low, high)
 
 
-def _number(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not math.isfinite(value) or value > high or value < low or (above_low and value == low):
+def _number(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> float:
+    """Return a real number, NumPy's too, as a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a number, got {_shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not low <= number <= high or (above_low and number == low):
         opening = "(" if above_low else "["
-        raise ValueError(f"{name}: expected a number in {opening}{low:g}, {high:g}], got {value}")
+        raise ValueError(
+            f"{name}: expected a number in {opening}{low:g}, {high:g}], got {_shown(value)}"
+        )
+    return number
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {_shown(value)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +99,15 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 is greedy; logits are divided by it otherwise.
-        top_k: keep the k most likely tokens; 0 keeps all.
+        top_k: keep the k most likely tokens; 0 keeps all, and so does -1.
         top_p: keep the smallest set of tokens whose probability reaches it; 1 keeps all.
         min_p: drop tokens less likely than min_p times the most likely one; 0 keeps all.
         seed: of the noise, 0..2**63-1; None draws one for the request.
         max_tokens: most tokens to generate; None goes on to the end of the context.
         min_tokens: tokens before which EOS and stop_token_ids cannot be chosen nor `stop` match.
         stop: strings that end the request; the text is cut before them.
+        include_stop_str_in_output: whether the text keeps the stop string or stop token that ended
+            it.
         stop_token_ids: tokens that end the request, besides the model's EOS.
         ignore_eos: go on after the model's EOS.
         n: continuations of the prompt. Continuation i has a seed made from `seed` and i; the first
@@ -80,10 +121,20 @@ class SamplingParams:
             list is forbidden where the tokens before it, prompt included, are the others. A text
             stands for its tokens as they are at the start of a text and behind a space; spelt with
             other tokens it can still appear.
+        allowed_token_ids: the only tokens that may be said; None allows all.
         logprobs: report each token's log-probability and those of this many most likely ones, of
-            the model's own distribution: before everything above.
+            the model's own distribution: before everything above; -1 reports all tokens.
         prompt_logprobs: the same for the tokens of the prompt.
         draft_tokens: drafts per step, at most the engine's; None takes the engine's.
+        detokenize: whether to make text of the tokens.
+        skip_special_tokens: whether the text leaves special tokens out.
+        spaces_between_special_tokens: whether tokenizers that put spaces between words put them
+            between special tokens too.
+        truncate_prompt_tokens: keep only so many tokens of the prompt, the last ones; -1 keeps what
+            fits the context with max_tokens new ones behind it.
+
+    Raises:
+        UnsupportedError: for a parameter in NOT_ACTED_ON_YET that is not its default.
     """
 
     temperature: float = 1.0
@@ -94,6 +145,7 @@ class SamplingParams:
     max_tokens: int | None = 128
     min_tokens: int = 0
     stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     n: int = 1
@@ -102,40 +154,64 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     draft_tokens: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, 0.0, 1e6)
-        _integer("top_k", self.top_k, 0, 2**31 - 1)
-        _number("top_p", self.top_p, 0.0, 1.0, above_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _optional_integer("seed", self.seed, 0, 2**63 - 1)
-        _optional_integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0)
+        checked: dict[str, Any] = {
+            "temperature": _number("temperature", self.temperature, 0.0, 1e6),
+            "top_k": max(_integer("top_k", self.top_k, -1, 2**31 - 1), 0),
+            "top_p": _number("top_p", self.top_p, 0.0, 1.0, above_low=True),
+            "min_p": _number("min_p", self.min_p, 0.0, 1.0),
+            "seed": _optional_integer("seed", self.seed, 0, 2**63 - 1),
+            "max_tokens": _optional_integer("max_tokens", self.max_tokens, 1),
+            "min_tokens": _integer("min_tokens", self.min_tokens, 0),
+            "stop": _stop_strings(self.stop),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "n": _integer("n", self.n, 1, MAX_CONTINUATIONS),
+            "repetition_penalty": _number(
+                "repetition_penalty", self.repetition_penalty, 0.0, 100.0, above_low=True
+            ),
+            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "presence_penalty": _number("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "logit_bias": _bias(self.logit_bias),
+            "bad_words": _words(self.bad_words),
+            "allowed_token_ids": _allowed(self.allowed_token_ids),
+            "logprobs": _optional_integer("logprobs", self.logprobs, -1),
+            "prompt_logprobs": _optional_integer("prompt_logprobs", self.prompt_logprobs, -1),
+            "draft_tokens": _optional_integer(
+                "draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS
+            ),
+            "truncate_prompt_tokens": _truncation(self.truncate_prompt_tokens),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool):
+                _flag(field.name, value)
+            if field.name in NOT_ACTED_ON_YET and value != field.default:
+                raise UnsupportedError(f"{field.name}: not implemented, got {_shown(value)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens: expected at most max_tokens ({self.max_tokens}), "
-                f"got {self.min_tokens}"
+                f"got {_shown(self.min_tokens)}"
             )
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(
-            self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids, "token ids")
-        )
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0)
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos: expected a bool, got {self.ignore_eos!r}")
-        _integer("n", self.n, 1, MAX_CONTINUATIONS)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above_low=True)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
-        object.__setattr__(self, "bad_words", _words(self.bad_words))
-        _optional_integer("logprobs", self.logprobs, 0)
-        _optional_integer("prompt_logprobs", self.prompt_logprobs, 0)
-        _optional_integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
+
+    def __hash__(self) -> int:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        bias = values.pop("logit_bias")
+        return hash((*values.values(), None if bias is None else frozenset(bias.items())))
+
+    def clone(self) -> SamplingParams:
+        """Return an equal object that shares nothing which could change."""
+        return replace(self)
 
 
 def _listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
@@ -143,14 +219,34 @@ def _listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise TypeError(f"{name}: expected a list of {what}, got {value!r}")
+        raise TypeError(f"{name}: expected a list of {what}, got {_shown(value)}")
     return tuple(value)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    return tuple(_integer(name, token, 0) for token in _listed(name, value, "token ids"))
+
+
+def _allowed(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    tokens = _token_ids("allowed_token_ids", value)
+    if not tokens:
+        raise ValueError("allowed_token_ids: expected at least one token id, got none")
+    return tokens
+
+
+def _truncation(value: Any) -> int | None:
+    number = _optional_integer("truncate_prompt_tokens", value, -1)
+    if number == 0:
+        raise ValueError("truncate_prompt_tokens: expected 1 or more, or -1, got 0")
+    return number
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else _listed("stop", stop, "texts")
     if not all(isinstance(text, str) and text for text in strings):
-        raise ValueError(f"stop: expected non-empty strings, got {stop!r}")
+        raise ValueError(f"stop: expected non-empty strings, got {_shown(stop)}")
     return strings
 
 
@@ -158,30 +254,34 @@ def _bias(bias: Any) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise TypeError(f"logit_bias: expected a dict from token ids to numbers, got {bias!r}")
-    for token, value in bias.items():
-        _integer("logit_bias", token, 0)
-        _number("logit_bias", value, -100.0, 100.0)
-    return dict(bias) or None
+        raise TypeError(
+            f"logit_bias: expected a dict from token ids to numbers, got {_shown(bias)}"
+        )
+    return {
+        _integer("logit_bias", token, 0): _number("logit_bias", value, -100.0, 100.0)
+        for token, value in bias.items()
+    } or None
 
 
 def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     if words is None:
         return ()
     if isinstance(words, str) or not isinstance(words, Sequence):
-        raise TypeError(f"bad_words: expected a list of texts or of token id lists, got {words!r}")
+        raise TypeError(
+            f"bad_words: expected a list of texts or of token id lists, got {_shown(words)}"
+        )
     checked: list[str | tuple[int, ...]] = []
     for word in words:
-        if not isinstance(word, str):
-            if not isinstance(word, Sequence):
-                raise TypeError(f"bad_words: expected texts or lists of token ids, got {word!r}")
-            for token in word:
-                _integer("bad_words", token, 0)
-        if not word:
-            raise ValueError(
-                f"bad_words: expected texts and lists that are not empty, got {words!r}"
-            )
-        checked.append(word if isinstance(word, str) else tuple(word))
+        if isinstance(word, str):
+            checked.append(word)
+        elif isinstance(word, Iterable) and not isinstance(word, bytes):
+            checked.append(_token_ids("bad_words", word))
+        else:
+            raise TypeError(f"bad_words: expected texts or lists of token ids, got {_shown(word)}")
+    if not all(checked):
+        raise ValueError(
+            f"bad_words: expected texts and lists that are not empty, got {_shown(words)}"
+        )
     return tuple(checked)
 
 
@@ -226,9 +326,17 @@ class EngineConfig:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        _integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
-        if self.verify_rows is not None:
-            _integer("verify_rows", self.verify_rows, 1)
+        checked: dict[str, Any] = {
+            "draft_tokens": _integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS),
+            "verify_rows": _optional_integer("verify_rows", self.verify_rows, 1),
+            "max_model_len": _optional_integer("max_model_len", self.max_model_len, 2),
+            "memory_fraction": _number(
+                "memory_fraction", self.memory_fraction, 0.0, 1.0, above_low=True
+            ),
+            "threads": _optional_integer("threads", self.threads, 1, 1024),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         for name, allowed in (
             ("dtype", DTYPES),
             ("state_dtype", STATE_DTYPES),
@@ -238,25 +346,25 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
-        if self.mtp_from is not None:
-            if not isinstance(self.mtp_from, str):
-                raise TypeError(f"mtp_from: expected a text, got {self.mtp_from!r}")
-            if not self.mtp_from:
-                raise ValueError("mtp_from: expected a folder or an id, got an empty text")
-            if self.drafter not in ("auto", "mtp"):
-                raise ValueError(f"mtp_from: expected drafter 'mtp' with it, got {self.drafter!r}")
-            if self.dummy_weights:
-                raise ValueError("mtp_from: expected no dummy_weights with it, got both")
-        if not isinstance(self.dummy_weights, bool):
-            raise TypeError(f"dummy_weights: expected a bool, got {self.dummy_weights!r}")
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(allowed)}, got {_shown(value)}"
+                )
+        _flag("dummy_weights", self.dummy_weights)
+        self._check_mtp_from()
         is_text = isinstance(self.device, str)
-        if not is_text or not re.fullmatch("auto|cpu|cuda(:[0-9]+)?", self.device):
+        if not is_text or not re.fullmatch("auto|cpu|cuda(:[0-9]{1,4})?", self.device):
             raise ValueError(
-                f'device: expected "auto", "cpu", "cuda" or "cuda:N", got {self.device!r}'
+                f'device: expected "auto", "cpu", "cuda" or "cuda:N", got {_shown(self.device)}'
             )
-        if self.max_model_len is not None:
-            _integer("max_model_len", self.max_model_len, 2)
-        _number("memory_fraction", self.memory_fraction, 0.0, 1.0, above_low=True)
-        if self.threads is not None:
-            _integer("threads", self.threads, 1, 1024)
+
+    def _check_mtp_from(self) -> None:
+        if self.mtp_from is None:
+            return
+        if not isinstance(self.mtp_from, str):
+            raise TypeError(f"mtp_from: expected a text, got {_shown(self.mtp_from)}")
+        if not self.mtp_from:
+            raise ValueError("mtp_from: expected a folder or an id, got an empty text")
+        if self.drafter not in ("auto", "mtp"):
+            raise ValueError(f"mtp_from: expected drafter 'mtp' with it, got {self.drafter!r}")
+        if self.dummy_weights:
+            raise ValueError("mtp_from: expected no dummy_weights with it, got both")

@@ -74,7 +74,7 @@ def test_drafts_are_those_of_a_fresh_prefill(base: Path, temperature: float) -> 
         LLM(base, draft_tokens=3, verify_rows=99, device="cpu")._engine for _ in range(2)
     )
     request = engine.make_request(make_prompts()[3], params)
-    engine.add(request)
+    engine.submit(request)
     compared = 0
     while engine.has_work:
         engine.step()

@@ -56,7 +56,7 @@ def test_steps_that_do_not_fold_leave_states_alone(tmp_path: Path, k: int) -> No
         engine.pools, can_grow=True, max_slots=4
     )
     for offset in range(3):
-        engine.add(engine.make_request([token + offset for token in PROMPT], PARAMS))
+        engine.submit(engine.make_request([token + offset for token in PROMPT], PARAMS))
     engine.step()
     state_bytes = engine.pools.gdn[0].state[0].nbytes
     kept = folded = 0
@@ -128,7 +128,7 @@ def test_poison_in_everything_dead(tiny: TinyCheckpoint) -> None:
 
     requests = [engine.make_request(p, one) for p, one in zip(prompts, params, strict=True)]
     for request in requests:
-        engine.add(request)
+        engine.submit(request)
     while engine.has_work:
         engine.step()
         poison()

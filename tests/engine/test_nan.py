@@ -23,7 +23,7 @@ def run(llm: LLM, params: SamplingParams, *, spoiled_at: int | None) -> list[Req
     engine = llm._engine
     requests = [engine.make_request(prompt, params) for prompt in PROMPTS]
     for request in requests:
-        engine.add(request)
+        engine.submit(request)
     steps = 0
     while engine.has_work:
         engine.step()

@@ -92,7 +92,7 @@ def run(
     """Run requests to their end in one batch."""
     requests = [engine.make_request(p, one) for p, one in zip(prompts, params, strict=True)]
     for request in requests:
-        engine.add(request)
+        engine.submit(request)
     while engine.has_work:
         engine.step()
     return requests

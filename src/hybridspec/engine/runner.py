@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from hybridspec.engine.outputs import StepOutput
 from hybridspec.engine.request import Request
 from hybridspec.models import HybridModel
 from hybridspec.ops.ring import advance
@@ -83,7 +82,7 @@ class Runner:
             )
             for b, token, report in zip(complete, chosen, reports, strict=True):
                 spans[b].append(max(token, 0))  # the drafter reads on also where the request failed
-                requests[b].extend([token], [report])
+                requests[b].take([token], [report])
         if self.drafter is not None:  # pairs each row with the token after it
             following = [t for span in spans for t in span[1:]]
             head_hidden = self.drafter.absorb(
@@ -99,7 +98,7 @@ class Runner:
         now = time.perf_counter()
         for b in complete:
             requests[b].stats.prefill_s = now - requests[b].admitted_at
-            _post(requests[b], ["prefill"][: len(requests[b].token_ids)], [], 0, False)
+            requests[b].post(["prefill"][: requests[b].num_generated], [], 0, False)
 
     def _report_prompts(
         self,
@@ -111,12 +110,15 @@ class Runner:
         """Add log-probabilities of prompt tokens: row i of a span says how likely token i+1 was."""
         start = 0
         for request, span, rows in zip(requests, spans, lengths, strict=True):
-            count, found = request.params.prompt_logprobs, request.prompt_logprobs
-            if count is not None and found is not None:
+            count = request.params.prompt_logprobs
+            if count is not None and request.index == 0:
                 for first in range(0, len(span) - 1, _ROWS_WITH_LOGITS):
                     tokens = span[first + 1 : first + 1 + _ROWS_WITH_LOGITS]
                     some = hidden[start + first : start + first + len(tokens)]
-                    found += report_logprobs(self.model.logits(some), tokens, [count] * len(tokens))
+                    reports = report_logprobs(
+                        self.model.logits(some), tokens, [count] * len(tokens)
+                    )
+                    request.group.add_prompt_reports(reports)
             start += rows
 
     def decode(self, requests: Sequence[Request]) -> None:
@@ -132,7 +134,7 @@ class Runner:
             [request.rule for request in requests],
         )
         taken = [
-            request.extend(tokens, reports)
+            request.take(tokens, reports)
             for request, tokens, reports in zip(
                 requests, verified.tokens, verified.logprobs, strict=True
             )
@@ -149,7 +151,7 @@ class Runner:
             stats.decode_s += elapsed
             last = "bonus" if num_accepted == len(drafted[b]) else "recovered"
             origins = (["accepted"] * num_accepted + [last])[: taken[b]]
-            _post(request, origins, drafted[b], verified.history_len[b], verified.is_fold[b])
+            request.post(origins, drafted[b], verified.history_len[b], verified.is_fold[b])
 
     def _planned(self, requests: Sequence[Request]) -> list[list[int]]:
         """The drafts of each request that this step verifies."""
@@ -209,25 +211,3 @@ def _slots(requests: Sequence[Request]) -> list[int]:
     slots = [request.slot for request in requests]
     assert None not in slots
     return slots  # type: ignore[return-value]
-
-
-def _post(
-    request: Request, origins: list[str], drafted: list[int], history_len: int, is_fold: bool
-) -> None:
-    """Put what a step added to a request into its outbox."""
-    request.outbox.append(
-        StepOutput(
-            step=len(request.stats.committed_per_step),
-            token_ids=request.token_ids[len(request.token_ids) - len(origins) :],
-            origins=origins,
-            drafted=drafted,
-            text=request.take_text(),
-            history_len=history_len,
-            is_fold=is_fold,
-            finished=request.finish_reason is not None,
-            finish_reason=request.finish_reason,
-            output=request.output(),
-            index=request.index,
-            logprobs=request.logprobs_of_last(len(origins)),
-        )
-    )
