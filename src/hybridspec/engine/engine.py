@@ -112,13 +112,11 @@ class Engine:
             config = resolve_drafter(config, self.model, str(folder))
         self.config, pool_plan = plan_pools(self.model, config)
         self.pools = Pools(
-            pool_plan.geometry,
+            pool_plan.specs,
             num_slots=pool_plan.num_slots,
             num_pages=pool_plan.num_pages,
             page_size=pool_plan.page_size,
             max_pages_per_slot=pool_plan.max_pages_per_slot,
-            dtype=self.model.dtype,
-            state_dtype=getattr(torch, self.config.state_dtype),
             device=self.model.device,
         )
         self.attention = choose_attention(
