@@ -10,7 +10,7 @@ import torch
 from helpers.ascii_tokenizer import END, text_of, write_ascii_tokenizer
 from helpers.drafters import right_script, run, scripted_engine
 from helpers.tiny_checkpoints import build_tiny_checkpoint
-from hybridspec import LLM, SamplingParams
+from hybridspec import LLM, CheckpointError, SamplingParams
 from hybridspec.engine.request import Request, RequestGroup
 from hybridspec.engine.text import Text
 from hybridspec.models.tokenizer import load_tokenizer
@@ -212,3 +212,53 @@ def test_the_drafter_in_these_tests_is_always_right(folder: Path, plain: list[in
     """Teeth: the steps above really commit several tokens each."""
     request = run_right(folder, plain, sampling(max_tokens=31))
     assert request.stats.committed_per_step == [5] * 6
+
+
+def test_a_stop_text_that_is_a_special_token(folder: Path, plain: list[int]) -> None:
+    """Its text never appears, since special tokens are left out of it."""
+    always = {END: 100.0}
+    for params in (
+        sampling(stop="<|end|>", ignore_eos=True, logit_bias=always),
+        sampling(stop=["x", "<|end|>"], ignore_eos=True, logit_bias=always),
+    ):
+        [result] = LLM(folder, device="cpu").generate(
+            prompt_token_ids=PROMPT, sampling_params=params
+        )
+        assert result.outputs[0].token_ids == [END]
+        assert (result.outputs[0].text, result.outputs[0].finish_reason) == ("", "stop")
+    unstopped = run_right(folder, plain, sampling(stop="<|end", ignore_eos=True))
+    assert unstopped.token_ids == plain[:40]
+
+
+@pytest.mark.parametrize("has_generation_config", [False, True])
+def test_the_tokenizers_end_counts_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_generation_config: bool
+) -> None:
+    """A fine-tune that names another end in its tokenizer, and nowhere else."""
+    build_tiny_checkpoint(tmp_path, eos_token_id=3, seed=2)
+    write_ascii_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|end|>"}}')
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"eos_token_id": 3}') if has_generation_config else file.unlink()
+    llm = LLM(tmp_path, device="cpu")
+    forced = {
+        token: llm.generate(prompt_token_ids=PROMPT, sampling_params=params)[0].outputs[0]
+        for token, params in (
+            (token, sampling(max_tokens=3, logit_bias={token: 100.0})) for token in (3, END)
+        )
+    }
+    assert forced[3].token_ids == [3]
+    assert forced[END].token_ids == [END] * (3 if has_generation_config else 1)
+    warnings = [message for message in caplog.messages if "eos_token" in message]
+    assert len(warnings) == (0 if has_generation_config else 1)
+    assert all("'<|end|>' (96) is not among the end tokens [3]" in text for text in warnings)
+
+
+@pytest.mark.parametrize("content", ['{"eos_token": 3}', "{"])
+def test_a_tokenizers_end_that_is_none(tmp_path: Path, content: str) -> None:
+    build_tiny_checkpoint(tmp_path, eos_token_id=3)
+    write_ascii_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match="tokenizer_config.json: "):
+        LLM(tmp_path, device="cpu")

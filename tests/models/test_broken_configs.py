@@ -212,6 +212,22 @@ CONFIGS: dict[str, Case] = {
         U,
         "/config.json: rope_scaling: rope_type: only 'default' is supported, found 'yarn'",
     ),
+    "two rope types": (
+        fields(rope_parameters={"rope_type": "default", "type": "linear", "factor": 2.0}),
+        U,
+        "/config.json: rope_parameters: rope_type: only 'default' is supported, found 'linear'",
+    ),
+    "rope for each kind of layer": (
+        fields(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 5.0}}),
+        U,
+        "/config.json: rope_parameters: only rope_type, type, rope_theta, partial_rotary_factor, "
+        "mrope_section, mrope_interleaved are supported, found 'full_attention'",
+    ),
+    "a factor without a type": (
+        fields(rope_scaling={"factor": 4.0}),
+        U,
+        "/config.json: rope_scaling: only rope_type, type, rope_theta,",
+    ),
     "rope list": (
         fields(rope_parameters=[1]),
         C,
@@ -249,6 +265,16 @@ CONFIGS: dict[str, Case] = {
         both(remove("generation_config.json"), fields(eos_token_id="a")),
         C,
         "/config.json: eos_token_id: expected numbers, found 'a'",
+    ),
+    "a value of many words": (
+        fields(hidden_act=["silu"] * 1000),
+        U,
+        "/config.json: hidden_act: only 'silu' is supported, found ['silu', 'silu'",
+    ),
+    "escape sequences": (
+        fields(model_type="\x1b[31m"),
+        C,
+        f"/config.json: model_type: expected one of {TYPES}, found '\\x1b[31m'",
     ),
     "generation config": (
         text("generation_config.json", "oops"),
@@ -333,6 +359,13 @@ def test_rope_fields_at_the_top_level_mean_the_same(good: Path, tmp_path: Path) 
     )
     assert flat == nested
     assert (flat.rotary_dim, flat.rope_theta) == (8, 10_000.0)
+
+
+def test_null_rope_fields_are_absent_ones(good: Path, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "type": None, "factor": None, "rope_theta": 10_000.0}
+    mrope = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    config = rewritten(good, tmp_path / "m", rope_parameters=rope | mrope, rope_scaling={})
+    assert config == ModelConfig.from_folder(good)
 
 
 def test_absent_layer_types_follow_the_interval(good: Path, tmp_path: Path) -> None:

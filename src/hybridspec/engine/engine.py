@@ -34,6 +34,7 @@ from hybridspec.models import (
     load_model,
     load_tokenizer,
 )
+from hybridspec.models.generation import end_token_ids
 from hybridspec.runtime import Allocator, Pools
 from hybridspec.speculate import Drafter
 
@@ -106,6 +107,7 @@ class Engine:
             on_progress=on_progress,
         )
         self.tokenizer = load_tokenizer(folder)
+        self.eos_token_ids = end_token_ids(folder, self.model.config.eos_token_ids, self.tokenizer)
         if drafter is None:
             config = resolve_drafter(config, self.model, str(folder))
         self.config, pool_plan = plan_pools(self.model, config)
@@ -198,7 +200,11 @@ class Engine:
         limit = self._limit(len(ids), params)
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            ends |= frozenset(self.model.config.eos_token_ids)
+            ends |= frozenset(self.eos_token_ids)
+        if self.tokenizer is not None:
+            # The text leaves special tokens out, so it would never hold theirs.
+            special = {self.tokenizer.special_id(text) for text in params.stop}
+            ends |= frozenset(token for token in special if token is not None)
         rules = make_rules(params, ids, ends, vocab_size=vocab, tokenizer=self.tokenizer)
         group = RequestGroup(
             request_id=next(self._ids),

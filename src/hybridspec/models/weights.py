@@ -79,11 +79,19 @@ class WeightReader:
         return embedding
 
     def head(self, embedding: Tensor) -> Tensor:
-        """Return the matrix of the LM head, [vocab, D]; the embedding itself where tied."""
-        if self.config.is_head_tied:
-            self.checkpoint.skip("lm_head.weight")
+        """Return the matrix of the LM head, [vocab, D].
+
+        A head that the files hold counts, whatever the config says of sharing; the embedding stands
+        in where there is none, and for a copy of it.
+        """
+        name, is_tied = "lm_head.weight", self.config.is_head_tied
+        if is_tied and not self.checkpoint.has(name):
             return embedding
-        return self._matrix("lm_head.weight", self.config.vocab_size, self.config.hidden_size)
+        head = self._matrix(name, self.config.vocab_size, self.config.hidden_size)
+        if is_tied and torch.equal(head, embedding):
+            self.checkpoint.num_parameters -= head.numel()
+            return embedding
+        return head
 
     def final_norm(self) -> RmsNorm:
         """Return the norm behind the last layer."""
