@@ -81,7 +81,7 @@ def test_drafts_are_those_of_a_fresh_prefill(base: Path, temperature: float) -> 
         if request.finish_reason or request.max_useful_drafts < 3:
             continue
         twin = fresh.make_request(request.history.tolist()[:-1], params)
-        fresh.add(twin)
+        fresh.scheduler.add(twin)
         with torch.inference_mode():
             fresh.scheduler.admit()
             fresh.runner.prefill(fresh.scheduler.prefill_chunks())
