@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from hybridspec.bundled import bundled_model_path
 from hybridspec.models import load_model
 from hybridspec.models.hybrid import HybridModel
-from hybridspec.ops import gated_delta_rule
+from hybridspec.ops import ring as ring_ops
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import MemoryOptions, Pools
 from measured_commit import measured_commit
@@ -73,13 +73,13 @@ class Decoder:
             torch.tensor([token for row in rows.values() for token in row]),
             is_prefill=False,
         )
-        gated_delta_rule.decide_folds(
+        ring_ops.decide_folds(
             pools.history_len, step.slots, step.num_verify_tokens, step.is_fold,
             max_window=pools.max_window,
         )  # fmt: skip
         self.num_folds += int(step.is_fold.sum())
         logits = self.model.logits(self.model.forward(step, pools.memories))
-        gated_delta_rule.commit(
+        ring_ops.commit(
             pools.seq_len, pools.ring_start, pools.history_len, step.slots, step.is_fold,
             step.num_verify_tokens, torch.tensor(num_committed, dtype=torch.int32),
             ring_capacity=pools.ring_capacity,

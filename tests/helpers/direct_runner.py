@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridspec.models.hybrid import HybridModel
 from hybridspec.ops import gated_delta_rule
+from hybridspec.ops import ring as ring_ops
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import GdnMemory, MemoryOptions, Pools
 
@@ -66,7 +67,7 @@ class DirectRunner:
             is_prefill=is_prefill,
         )
         if not is_prefill:
-            gated_delta_rule.decide_folds(
+            ring_ops.decide_folds(
                 self.pools.history_len,
                 step.slots,
                 step.num_verify_tokens,
@@ -90,7 +91,7 @@ class DirectRunner:
         step = self.step(rows, is_prefill=False)
         pools = self.pools
         hidden = self.model.forward(step, pools.memories)
-        gated_delta_rule.commit(
+        ring_ops.commit(
             pools.seq_len,
             pools.ring_start,
             pools.history_len,

@@ -14,7 +14,7 @@ from torch import Tensor
 from helpers.direct_runner import DirectRunner
 from helpers.tiny_checkpoints import TinyCheckpoint, build_tiny_checkpoint
 from hybridspec.models import load_model
-from hybridspec.ops.gated_delta_rule import copy_slots
+from hybridspec.ops.ring import copy_slots
 from hybridspec.runtime import GdnMemory, KvMemory, Pools
 
 TOKENS = [(7 * i + i * i) % 97 for i in range(90)]

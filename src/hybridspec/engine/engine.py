@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
+import random
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,7 @@ from hybridspec.engine.rules import check_params, counted_logprobs, make_rules
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
 from hybridspec.engine.text import Text
-from hybridspec.errors import CapacityError
+from hybridspec.errors import CapacityError, CheckpointError
 from hybridspec.models import HybridModel, OnProgress, load_model, load_tokenizer
 from hybridspec.models.generation import end_token_ids
 from hybridspec.models.layers import ATTENTION, PROMPT_ATTENTION
@@ -71,10 +72,16 @@ class Engine:
             has_dummy_weights=config.dummy_weights,
             on_progress=on_progress,
         )
-        self.tokenizer = load_tokenizer(folder)
-        self.eos_token_ids = end_token_ids(folder, self.model.config.eos_token_ids, self.tokenizer)
+        self.tokenizer_folder = self.resolved.tokenizer_folder
+        self.tokenizer = load_tokenizer(self.tokenizer_folder)
+        if config.tokenizer is not None and self.tokenizer is None:
+            raise CheckpointError(f"{self.tokenizer_folder}: expected tokenizer.json, found none")
+        self.eos_token_ids = end_token_ids(
+            folder, self.model.config.eos_token_ids, self.tokenizer, self.tokenizer_folder
+        )
+        self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self.pools, self.allocator = _make_pools(self.resolved)
-        self.scheduler = Scheduler(self.allocator)
+        self.scheduler = Scheduler(self.allocator, self.config.max_num_batched_tokens)
         if drafter is None:
             drafter = make_drafter(self.config, self.model, self.pools)
         self.runner = Runner(
@@ -143,7 +150,9 @@ class Engine:
             # The text leaves special tokens out, so it would never hold theirs.
             special = {self.tokenizer.special_id(text) for text in params.stop}
             ends |= frozenset(token for token in special if token is not None)
-        rules = make_rules(params, ids, ends, vocab_size=vocab, tokenizer=self.tokenizer)
+        rules = make_rules(
+            params, ids, ends, vocab_size=vocab, tokenizer=self.tokenizer, seeds=self._seeds
+        )
         group = RequestGroup(
             request_id=next(self._ids),
             prompt=text,

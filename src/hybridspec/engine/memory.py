@@ -13,8 +13,6 @@ from hybridspec.runtime import available_host_bytes
 
 __all__ = ["PoolPlan", "available_bytes", "plan_pools"]
 
-CPU_MAX_SLOTS = 64
-GPU_MAX_SLOTS = 256
 _FIRST_PAGES = 16  # of pools that grow
 
 
@@ -42,6 +40,7 @@ def plan_pools(resolved: Resolved) -> PoolPlan:
             contiguous, one of max_model_len tokens.
     """
     config, device = resolved.config, resolved.device
+    assert config.max_num_seqs is not None  # resolved
     max_pages = resolved.max_pages_per_slot
     slot_bytes = resolved.specs.request_bytes()
     page_bytes = resolved.page_size * resolved.specs.token_bytes()
@@ -52,7 +51,7 @@ def plan_pools(resolved: Resolved) -> PoolPlan:
         return PoolPlan(
             num_slots=1,
             num_pages=min(max_pages, _FIRST_PAGES),
-            max_slots=CPU_MAX_SLOTS,
+            max_slots=config.max_num_seqs,
             can_grow=True,
         )
     num_slots, num_pages = _sizes_on_gpu(config, device, slot_bytes, page_bytes)
@@ -69,14 +68,16 @@ def _sizes_on_gpu(
 ) -> tuple[int, int]:
     """Return how many slots and pages the memory takes."""
     free, total = torch.cuda.mem_get_info(device)
+    most = config.max_num_seqs
+    assert most is not None  # resolved
     budget = max(free - int((1 - config.memory_fraction) * total), 0)
     if config.kv_layout == "contiguous":
-        num_slots = min(GPU_MAX_SLOTS, budget // (slot_bytes + page_bytes))
+        num_slots = min(most, budget // (slot_bytes + page_bytes))
         if num_slots < 1:
             raise CapacityError(_too_long(config, slot_bytes + page_bytes, budget))
         return num_slots, num_slots
     # Half for the fixed part of requests, at most; pages take what is left.
-    num_slots = min(GPU_MAX_SLOTS, budget // 2 // slot_bytes)
+    num_slots = min(most, budget // 2 // slot_bytes)
     num_pages = (budget - num_slots * slot_bytes) // page_bytes
     if num_slots < 1 or num_pages < 1:
         raise CapacityError(

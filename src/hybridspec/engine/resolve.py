@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from hybridspec.bundled import bundled_model_path
-from hybridspec.config import EngineConfig
+from hybridspec.config import MAX_NUM_SEQS, EngineConfig
 from hybridspec.engine.backends import Choices, choose_backends
 from hybridspec.errors import UnsupportedError
 from hybridspec.models import ModelConfig, find_model, read_facts
@@ -26,6 +26,7 @@ __all__ = ["Resolved", "model_folder", "resolve"]
 _log = logging.getLogger("hybridspec")
 
 PAGE_SIZE = 64  # tokens per KV page
+CPU_NUM_SEQS = 64
 SMALL_HIDDEN_SIZE = 512  # up to here a step is made of small operations, slower on two threads
 INT8_KEY_DIMS = (64, 128)  # where the error of 8-bit states was measured
 
@@ -37,6 +38,7 @@ class Resolved:
     Attributes:
         config: the options, every "auto" and None resolved.
         mtp_folder: where the draft head's weights come from, if not from the model's own files.
+        tokenizer_folder: where the tokenizer comes from.
         dtype: of weights and activations.
         device: where everything lives.
         specs: what the layers keep of a request.
@@ -47,6 +49,7 @@ class Resolved:
 
     config: EngineConfig
     mtp_folder: Path | None
+    tokenizer_folder: Path
     dtype: torch.dtype
     device: torch.device
     specs: MemorySpecs
@@ -55,20 +58,24 @@ class Resolved:
     backends: Choices
 
 
-def model_folder(model: str | Path, *, only: str = "", has_weights: bool = True) -> Path:
+def model_folder(
+    model: str | Path, *, only: str = "", has_weights: bool = True, revision: str | None = None
+) -> Path:
     """Return the folder of a model: "bundled", a path, or an id on the Hugging Face hub.
 
     Args:
         model: which one.
         only: from the hub, download only files with tensors whose names start with this.
         has_weights: whether to download weights at all.
+        revision: of a repository on the hub: branch, tag or commit.
 
     Raises:
+        ValueError: if a revision comes with what is not on the hub.
         CheckpointError: if an id cannot be downloaded.
     """
     if model == "bundled":
-        return bundled_model_path()
-    return find_model(model, only=only, has_weights=has_weights)
+        model = bundled_model_path()
+    return find_model(model, only=only, has_weights=has_weights, revision=revision)
 
 
 def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False) -> Resolved:
@@ -90,6 +97,9 @@ def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False
     mtp_folder = None
     if config.mtp_from is not None and config.draft_tokens > 0:
         mtp_folder = model_folder(config.mtp_from, only="mtp.")
+    tokenizer_folder = folder
+    if config.tokenizer is not None:
+        tokenizer_folder = model_folder(config.tokenizer, has_weights=False)
     facts = read_facts(folder, mtp_from=mtp_folder, has_dummy_weights=config.dummy_weights)
     if not has_own_drafter:
         config = _with_drafter(config, has_mtp=facts.has_mtp, name=str(folder))
@@ -123,8 +133,10 @@ def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False
             max_model_len=max_len,
             threads=_threads(config.threads, device, model.hidden_size),
             attention_backend=backends["paged_attention"][0],
+            max_num_seqs=config.max_num_seqs or _most_requests(device),
         ),
         mtp_folder=mtp_folder,
+        tokenizer_folder=tokenizer_folder,
         dtype=dtype,
         device=device,
         specs=specs,
@@ -190,20 +202,24 @@ def _with_drafter(config: EngineConfig, *, has_mtp: bool, name: str) -> EngineCo
     return replace(config, drafter=drafter)
 
 
+def _most_requests(device: torch.device) -> int:
+    return CPU_NUM_SEQS if device.type == "cpu" else MAX_NUM_SEQS
+
+
 def _threads(asked: int | None, device: torch.device, hidden_size: int) -> int | None:
     """Return torch's threads for a step: no more than there are cores, which would only wait."""
     if asked is None:
         if device.type != "cpu":
             return None
         return 1 if hidden_size <= SMALL_HIDDEN_SIZE else torch.get_num_threads()
-    cores = _num_cores()
+    cores = num_cores()
     if asked > cores:
-        _log.warning("threads: %d asked for, this process may use %d cores", asked, cores)
+        _log.warning("threads: %d on %d cores, taking %d", asked, cores, cores)
         return cores
     return asked
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -9,6 +9,7 @@ import torch
 
 from hybridspec.engine.request import Request
 from hybridspec.models import HybridModel
+from hybridspec.ops.ring import advance
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import Pools
 from hybridspec.speculate import (
@@ -88,11 +89,8 @@ class Runner:
             head_hidden = self.drafter.absorb(
                 torch.tensor(following, device=pools.device), hidden, step
             )
-        pools.seq_len.index_add_(
-            0,
-            step.slots.to(torch.int64),
-            torch.tensor(lengths, dtype=torch.int32, device=pools.device),
-        )
+        num_rows = torch.tensor(lengths, dtype=torch.int32, device=pools.device)
+        advance(pools.seq_len, step.slots, num_rows)
         for request, rows in chunks:
             request.num_prefilled += rows
         unfinished = [b for b in complete if requests[b].finish_reason is None]

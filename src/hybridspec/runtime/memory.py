@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridspec.ops.gated_delta_rule import RingView
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
+from hybridspec.ops.ring import RingView
 
 __all__ = [
     "Cursors",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hybridspec.errors import CapacityError
-from hybridspec.ops.gated_delta_rule import reset_slots
+from hybridspec.ops.ring import reset_slots
 from hybridspec.runtime.memory import KvMemory
 from hybridspec.runtime.pools import Pools
 

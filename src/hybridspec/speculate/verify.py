@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.models import HybridModel
-from hybridspec.ops.gated_delta_rule import commit, decide_folds
+from hybridspec.ops.ring import commit, decide_folds
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import Pools
 from hybridspec.speculate.accept import accept_prefix

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._folds import first_fold_length
 from .._requests import check_slots
+from ..ring.fold_rule import first_fold_length
 from .step import Step
 from .views import SamplingColumns
 
