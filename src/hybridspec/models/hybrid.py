@@ -21,12 +21,12 @@ from hybridspec.models.layers import (
     DecoderLayer,
     GdnLayer,
     Mixer,
-    RmsNorm,
     Rotary,
     Rows,
 )
 from hybridspec.models.mtp import MtpHead
 from hybridspec.models.weights import MTP_PREFIX, WeightReader, embedding_name
+from hybridspec.ops.norms import RmsNorm
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import MemoryOptions, MemorySpecs
 

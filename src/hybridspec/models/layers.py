@@ -19,8 +19,8 @@ from torch import Tensor
 from hybridspec.models.config import ModelConfig
 from hybridspec.models.mlp import Mlp, MoeMlp
 from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention
-from hybridspec.ops.norms import widened
-from hybridspec.ops.rotary import norm_and_rotate
+from hybridspec.ops.norms import RmsNorm, widened
+from hybridspec.ops.rotary import norm_and_rotate, rotate_
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import GdnMemory, KvMemory, MemoryOptions, MemorySpec
 
@@ -34,7 +34,6 @@ __all__ = [
     "GdnLayer",
     "Mixer",
     "Refusals",
-    "RmsNorm",
     "Rotary",
     "Rows",
 ]
@@ -47,52 +46,6 @@ PROMPT_ATTENTION = "attention of prompts"
 
 # By op: the backends in order of preference, each with why it would not serve, None if it would.
 Refusals = dict[str, dict[str, str | None]]
-
-
-class RmsNorm:
-    """Root-mean-square norm of the last dimension.
-
-    y = x / sqrt(mean(x^2) + eps) * weight
-
-    On a GPU `F.rms_norm` is one kernel; on a CPU it is eight operators, and the four of the same
-    equation as x * (weight sqrt(D)) / hypot(|x|, sqrt(D eps)) take half the time.
-
-    Args:
-        weight: the whole factor (a stored zero-centred weight plus one), [D], or [heads, D] where
-            every head has its own; fp32 or fp64.
-        eps: added to the mean square.
-    """
-
-    __slots__ = ("_floor", "eps", "scaled_weight", "weight")
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        size = weight.shape[-1]
-        self.weight = weight
-        self.eps = eps
-        self.scaled_weight = weight * size**0.5
-        self._floor = weight.new_tensor((eps * size) ** 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of activations [..., D], in their dtype.
-
-        Numerics: computed in the dtype of the weight and rounded once, at the end.
-        """
-        return widened(self._wide(x), x.dtype)
-
-    def forward_gated(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Return norm(x) * silu(gate), both [..., D], in the dtype of `x`.
-
-        Numerics: computed in the dtype of the weight and rounded once, at the end.
-        """
-        wide = self._wide(x)
-        return widened(wide.mul_(F.silu(widened(gate, wide.dtype))), x.dtype)
-
-    def _wide(self, x: Tensor) -> Tensor:
-        wide = widened(x, self.weight.dtype)
-        if wide.is_cuda and self.weight.dim() == 1:
-            return F.rms_norm(wide, self.weight.shape, self.weight, self.eps)
-        length = torch.linalg.vector_norm(wide, 2, -1, True)
-        return wide.mul(self.scaled_weight).div_(length.hypot_(self._floor))
 
 
 class Rotary:
@@ -153,15 +106,6 @@ class Mixer(Protocol):
     def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: Any) -> Tensor:
         """Add rows [N, D], mixed along their requests, to others; appends to the memory's logs."""
         ...
-
-
-def rotate_(x: Tensor, rotary: tuple[Tensor, Tensor]) -> None:
-    """Rotate the leading dimensions of every head of `x` [N, heads, D], in place."""
-    cos, sin = rotary
-    rotated = x.narrow(-1, 0, cos.shape[-1])
-    first, second = rotated.chunk(2, -1)
-    swapped = torch.cat((second, first), -1)
-    rotated.mul_(cos).addcmul_(swapped, sin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,8 +293,8 @@ class AttentionLayer:
         if qk.is_cuda:
             return norm_and_rotate(heads, weight, *rotary, eps=self.qk_norm.eps)
         # The call of an op costs a CPU as much as this arithmetic.
-        heads = self.qk_norm.forward(widened(heads, weight.dtype))
-        rotate_(heads, rotary)
+        heads = self.qk_norm.wide(heads)
+        rotate_(heads, *rotary)
         return widened(heads, qk.dtype)
 
 

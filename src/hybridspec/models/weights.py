@@ -25,9 +25,9 @@ from hybridspec.models.layers import (
     AttentionLayer,
     DecoderLayer,
     GdnLayer,
-    RmsNorm,
 )
 from hybridspec.models.mlp import Mlp, MoeMlp
+from hybridspec.ops.norms import RmsNorm
 
 __all__ = ["MTP_PREFIX", "WeightReader", "embedding_name"]
 
