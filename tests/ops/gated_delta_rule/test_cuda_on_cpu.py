@@ -18,9 +18,10 @@ from helpers.guarded import at_the_end_of_memory
 from hybridspec.compat.flashinfer import gated_delta_rule_mtp_ucache_flush
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops._nvrtc import SOURCES
-from hybridspec.ops.gated_delta_rule import RingView, choice, launch_cuda
+from hybridspec.ops.gated_delta_rule import choice, launch_cuda
 from hybridspec.ops.gated_delta_rule.int8_state import quantise
 from hybridspec.ops.gated_delta_rule.launch_cuda import CudaConfig
+from hybridspec.ops.ring import RingView
 
 F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
 

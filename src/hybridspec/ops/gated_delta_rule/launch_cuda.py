@@ -14,7 +14,7 @@ from hybridspec.ops._nvrtc import explain_compiler, load_kernel
 from hybridspec.ops._triton_support import capability
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.gated_delta_rule.launch import RowCursors
-from hybridspec.ops.gated_delta_rule.ring import RingView
+from hybridspec.ops.ring.view import RingView
 
 __all__ = ["CudaConfig", "Params", "choose_config", "explain_tensors", "explain_verify", "verify"]
 
