@@ -11,7 +11,7 @@ from torch import Tensor
 
 from helpers.rotary_cases import CASES, EPS, expected, make_heads
 from helpers.tolerances import assert_same
-from helpers.triton_process import run_interpreted, run_with_compiler
+from helpers.triton_process import run_with_compiler
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops.rotary import norm_and_rotate
 
@@ -108,10 +108,6 @@ def test_compile() -> None:
         out = compiled(*heads)
         right = expected(heads[0] * 2, *heads[1:]) + 1
         torch.testing.assert_close(out, right, rtol=1e-12, atol=1e-12)
-
-
-def test_the_interpreted_kernel_equals_the_oracle() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted.py"))
 
 
 def test_compiled_kernels_spill_nothing() -> None:

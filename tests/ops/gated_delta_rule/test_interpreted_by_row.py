@@ -1,4 +1,4 @@
-"""Kernels with cursors of batch rows against the reference, interpreted; run by test_by_row.py."""
+"""Kernels with cursors of batch rows against the reference, interpreted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from hybridspec.ops._triton_support import explain_tensors
 from hybridspec.ops.gated_delta_rule import launch_slots
 from hybridspec.ops.gated_delta_rule.restart import restart_windows
 
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
+]
 
 
 def test_kernels_are_interpreted() -> None:
