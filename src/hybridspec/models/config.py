@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from hybridspec.errors import CheckpointError, UnsupportedError
-from hybridspec.models.fields import Fields, read_json, shown
+from hybridspec.models.fields import Fields, read_json
+from hybridspec.values import shown
 
 __all__ = ["GdnConfig", "ModelConfig", "MoeConfig"]
 
