@@ -1,4 +1,4 @@
-"""Kernels with cursors of batch rows against the reference, interpreted; run by test_by_row.py."""
+"""Kernels with cursors of batch rows against the reference, interpreted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch
 from helpers.gdn_row_calls import RowCall
 from hybridspec.ops._triton_support import explain_tensors
 
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
+]
 
 
 def test_kernels_are_interpreted() -> None:
