@@ -33,11 +33,6 @@ KV_LAYOUTS = ("paged", "contiguous")
 NOT_ACTED_ON_YET = frozenset(
     {
         "allowed_token_ids",
-        "detokenize",
-        "include_stop_str_in_output",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "truncate_prompt_tokens",
     }
 )
 ATTENTION_BACKENDS = ("auto", "triton", "fa3", "reference")
@@ -61,7 +56,8 @@ class SamplingParams:
         max_tokens: most tokens to generate; None goes on to the end of the context.
         min_tokens: tokens before which EOS and stop_token_ids cannot be chosen nor `stop` match.
         stop: strings that end the request; the text is cut before them.
-        include_stop_str_in_output: whether the text keeps the stop string that ended it.
+        include_stop_str_in_output: whether the text keeps the stop string or stop token that ended
+            it.
         stop_token_ids: tokens that end the request, besides the model's EOS.
         ignore_eos: go on after the model's EOS.
         n: continuations of the prompt. Continuation i has a seed made from `seed` and i; the first
@@ -85,7 +81,7 @@ class SamplingParams:
         spaces_between_special_tokens: whether tokenizers that put spaces between words put them
             between special tokens too.
         truncate_prompt_tokens: keep only so many tokens of the prompt, the last ones; -1 keeps what
-            fits the context.
+            fits the context with max_tokens new ones behind it.
 
     Raises:
         UnsupportedError: for a parameter in NOT_ACTED_ON_YET that is not its default.

@@ -11,7 +11,8 @@ from helpers.ascii_tokenizer import END, text_of, write_ascii_tokenizer
 from helpers.drafters import right_script, run, scripted_engine
 from helpers.tiny_checkpoints import build_tiny_checkpoint
 from hybridspec import LLM, CheckpointError, SamplingParams
-from hybridspec.engine.request import Request
+from hybridspec.engine.request import Request, RequestGroup
+from hybridspec.engine.text import Text
 from hybridspec.models.tokenizer import load_tokenizer
 from hybridspec.runtime import Allocator
 from hybridspec.speculate import ChoiceRule
@@ -72,7 +73,7 @@ def test_nothing_after_a_stop_stays_in_the_state(
     place = next(i for i in range(6, 30) if first_seen_at(plain, i))
     engine = scripted_engine(folder, {tuple(PROMPT): plain}, right_script, 4)
     request = engine.make_request(PROMPT, sampling(stop_token_ids=[plain[place]]))
-    engine.add(request)
+    engine.submit(request)
     seen = {}
     release = Allocator.release
 
@@ -190,21 +191,21 @@ def test_eos_ends_and_can_be_ignored(folder: Path) -> None:
 
 def test_text_held_back_is_handed_out_at_the_end(folder: Path) -> None:
     rule = ChoiceRule(temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
-    request = Request(
+    group = RequestGroup(
         request_id=0,
         prompt=None,
         prompt_token_ids=PROMPT,
         params=SamplingParams(stop="</end>"),
-        rule=rule,
         stop_ids=frozenset(),
         limit=6,
-        detokenizer=load_tokenizer(folder).detokenizer(),
     )
-    request.extend([ord(c) - 32 for c in "ab</"])
-    assert request.take_text() == "ab"
-    request.extend([ord(c) - 32 for c in "eX"])
+    text = Text(load_tokenizer(folder).detokenizer(), ["</end>"])
+    request = Request(group=group, rule=rule, text=text)
+    request.take([ord(c) - 32 for c in "ab</"])
+    assert text.take() == "ab"
+    request.take([ord(c) - 32 for c in "eX"])
     assert request.finish_reason == "length"
-    assert request.take_text() == "</eX"
+    assert text.take() == "</eX"
 
 
 def test_the_drafter_in_these_tests_is_always_right(folder: Path, plain: list[int]) -> None:

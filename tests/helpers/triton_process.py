@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def _run(command: list[str], interpret: str) -> str:
     environment = {
         **os.environ,
-        # A script started alone has no pytest to find helpers, and is to test these sources.
-        "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("src", "tests")),
+        # A script started alone has no pytest to find helpers, and tests its own tree's sources.
+        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests"))),
         "TRITON_INTERPRET": interpret,
         "OMP_NUM_THREADS": "1",
     }

@@ -11,7 +11,7 @@ import torch
 from hybridspec.config import MAX_NUM_SEQS, EngineConfig
 from hybridspec.errors import CapacityError, UnsupportedError
 from hybridspec.models import HybridModel, ModelConfig
-from hybridspec.runtime import PoolGeometry
+from hybridspec.runtime import MemoryOptions, MemorySpecs
 
 __all__ = ["PoolPlan", "available_bytes", "check_sizes", "plan_pools"]
 
@@ -27,14 +27,14 @@ class PoolPlan:
     """Sizes of the pools at start.
 
     Attributes:
-        geometry: sizes of one request's memories.
+        specs: what the model's layers keep of a request.
         num_slots, num_pages, page_size, max_pages_per_slot: as in Pools; where keys and values are
             contiguous, a page holds a whole request.
         max_slots: most slots ever.
         can_grow: whether the pools grow with use.
     """
 
-    geometry: PoolGeometry
+    specs: MemorySpecs
     num_slots: int
     num_pages: int
     page_size: int
@@ -90,15 +90,16 @@ def plan_pools(model: HybridModel, config: EngineConfig) -> tuple[EngineConfig, 
     is_contiguous = config.kv_layout == "contiguous"
     page_size = max_len if is_contiguous else PAGE_SIZE
     pages_per_slot = -(-max_len // page_size)
-    has_mtp = model.mtp is not None and config.drafter not in ("lookup", "none")
-    geometry = model.config.pool_geometry(has_mtp=has_mtp)
-    page_bytes = page_size * geometry.kv_bytes_per_token(model.dtype)
+    has_mtp = config.drafter not in ("lookup", "none")
+    options = MemoryOptions(dtype=model.dtype, state_dtype=getattr(torch, resolved.state_dtype))
+    specs = model.memory_specs(options, has_head=has_mtp)
+    page_bytes = page_size * specs.token_bytes()
     if model.device.type == "cpu":
         free = available_bytes(model.device)
         if is_contiguous and page_bytes > free:
             raise CapacityError(_too_long(resolved, page_bytes, free))
         return resolved, PoolPlan(
-            geometry=geometry,
+            specs=specs,
             num_slots=1,
             num_pages=min(pages_per_slot, 16),
             page_size=page_size,
@@ -106,14 +107,9 @@ def plan_pools(model: HybridModel, config: EngineConfig) -> tuple[EngineConfig, 
             max_slots=config.max_num_seqs or CPU_MAX_SLOTS,
             can_grow=True,
         )
-    num_slots, num_pages = _sizes_on_gpu(
-        resolved,
-        model.device,
-        request_bytes(geometry, model.dtype, getattr(torch, resolved.state_dtype)),
-        page_bytes,
-    )
+    num_slots, num_pages = _sizes_on_gpu(resolved, model.device, specs.request_bytes(), page_bytes)
     return resolved, PoolPlan(
-        geometry=geometry,
+        specs=specs,
         num_slots=num_slots,
         num_pages=min(num_pages, num_slots * pages_per_slot),
         page_size=page_size,
@@ -152,13 +148,6 @@ def _too_long(config: EngineConfig, needed: int, budget: int) -> str:
         f"max_model_len: with kv_layout 'contiguous' a request takes the memory of "
         f"{config.max_model_len} tokens, {needed >> 20} MiB, and there are {budget >> 20} MiB; "
         f"lower max_model_len, or take kv_layout 'paged'"
-    )
-
-
-def request_bytes(geometry: PoolGeometry, dtype: torch.dtype, state_dtype: torch.dtype) -> int:
-    """Bytes of one request whatever its length: states, rings and conv rings."""
-    return (
-        geometry.state_bytes(state_dtype) + geometry.ring_bytes(dtype) + geometry.conv_bytes(dtype)
     )
 
 

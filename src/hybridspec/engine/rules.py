@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hybridspec.config import SamplingParams
+from hybridspec.errors import UnsupportedError
 from hybridspec.models import Tokenizer
 from hybridspec.speculate import ChoiceRule, LogitEdits
 
@@ -22,8 +23,17 @@ def check_params(
 
     Raises:
         ValueError: if a token is not in the vocabulary, more is asked for than the engine drafts or
-            the vocabulary holds, or a text is given without a tokenizer.
+            the vocabulary holds, or a text is given without a tokenizer or without `detokenize`.
+        UnsupportedError: if the tokenizer cannot leave spaces out.
     """
+    if params.stop and not params.detokenize:
+        raise ValueError("stop: expected detokenize with it, since it is looked for in the text")
+    # Byte-level tokenizers, which know a token's bytes, put no spaces anywhere.
+    puts_spaces = tokenizer is not None and tokenizer.token_bytes(0) is None
+    if puts_spaces and not params.spaces_between_special_tokens:
+        raise UnsupportedError(
+            "spaces_between_special_tokens: expected True, this tokenizer puts spaces itself"
+        )
     texts = {"stop": params.stop, "bad_words": [w for w in params.bad_words if isinstance(w, str)]}
     for name, given in texts.items():
         if given and tokenizer is None:
