@@ -95,7 +95,7 @@ class Checkpoint:
         wanted = {name: shard for name, shard in shard_of.items() if name.startswith(self._only)}
         held = {}
         for shard in sorted(set(wanted.values())):
-            if not (folder / shard).is_file():
+            if not _is_file(folder / shard):
                 raise CheckpointError(f"{index}: names the file {shard}, which does not exist")
             held[shard] = self._add_names(folder / shard)
         for name, shard in wanted.items():
@@ -243,6 +243,13 @@ def _is_inside(shard: str) -> bool:
     """Whether a name stays in its folder; what a link there points to is its owner's affair."""
     is_plain = "\0" not in shard and "\\" not in shard
     return is_plain and not Path(shard).is_absolute() and ".." not in Path(shard).parts
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _opened(file: Path) -> Any:
