@@ -93,6 +93,8 @@ def test_no_speculation_is_zero_drafts() -> None:
         ("generate --system=", "--system: needs --chat"),
         ("generate --chat-template=", "--chat-template: needs --chat"),
         ("generate --template-arg=", "--template-arg: needs --chat"),
+        ("generate --prompt-file=", "--prompt-file: expected a file, got an empty name"),
+        ("generate --chat --chat-template=", "--chat-template: expected a file or a name, got an"),
         ("generate --revision main", "revision: expected an id on the hub with it, got"),
         ("generate --system x", "--system: needs --chat"),
         ("generate --chat-template x", "--chat-template: needs --chat"),

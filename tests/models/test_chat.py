@@ -190,7 +190,7 @@ def test_special_tokens_of_older_folders(tmp_path: Path) -> None:
         ("tokenizer_config.json", '{"chat_template": 3}', "chat_template: expected a text or a"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "chat_template: expected"),
         ("special_tokens_map.json", "{", "special_tokens_map.json: not readable"),
-        ("chat_template.jinja", b"\xff", "chat_template.jinja: not UTF-8"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja: not readable as UTF-8"),
         ("chat_template.jinja", "{% if %}", "chat template, line 1: Expected an expression"),
         ("chat_template.jinja", "\n{% nonsense %}", "chat template, line 2: .*nonsense"),
     ],

@@ -71,6 +71,8 @@ def template_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if not isinstance(options.get("tools"), list | None):
         raise UsageError(f"--template-arg: expected a list as tools, got {options['tools']!r}")
     template = arguments.chat_template
+    if template == "":
+        raise UsageError("--chat-template: expected a file or a name, got an empty one")
     if template is not None:
         file = Path(template)
         is_name = template.isidentifier() and not file.exists()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridspec.errors import CheckpointError, UnsupportedError, visible
-from hybridspec.models.fields import read_json
+from hybridspec.models.fields import is_there, read_json
 from hybridspec.models.templates import TemplateError, TemplateFailure, run_template
 from hybridspec.values import shown
 
@@ -83,7 +83,7 @@ class ChatTemplates:
         config = {
             name: value
             for file in sources
-            if file.is_file()
+            if is_there(file)
             for name, value in read_json(file).items()
         }
         variables = {}
@@ -96,7 +96,7 @@ class ChatTemplates:
         files = {"default": folder / "chat_template.jinja"}
         extra = sorted((folder / "additional_chat_templates").glob("*.jinja"))
         files |= {file.stem: file for file in extra}
-        found = {name: _text(file) for name, file in files.items() if file.is_file()}
+        found = {name: _text(file) for name, file in files.items() if is_there(file)}
         return cls(found or templates, variables, str(folder))
 
     def render(
@@ -193,8 +193,8 @@ def _joined(kwargs: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[s
 def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not UTF-8 text ({error})") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not readable as UTF-8 text ({error})") from None
 
 
 def _named_templates(value: Any, file: Path) -> dict[str, str]:

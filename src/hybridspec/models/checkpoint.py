@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridspec.errors import CheckpointError, UnsupportedError
+from hybridspec.models.fields import is_there
 
 __all__ = ["Checkpoint", "OnProgress", "weight_files"]
 
@@ -70,7 +71,7 @@ class Checkpoint:
         self._open_file: tuple[Path, Any] | None = None
         self._mapped_bytes = self._done_bytes = 0
         index, single = folder / _INDEX, folder / _SINGLE
-        shard_of = _read_index(index) if index.is_file() else {}
+        shard_of = _read_index(index) if is_there(index) else {}
         # As in transformers, a single file goes before an index that does not speak of it.
         if shard_of and (not single.is_file() or _SINGLE in shard_of.values()):
             self.source = index
@@ -219,7 +220,7 @@ def weight_files(folder: Path, only: str = "") -> list[str]:
         only: leaves out files without tensors whose names start with this.
     """
     index = folder / _INDEX
-    shard_of = _read_index(index) if index.is_file() else {only: _SINGLE}
+    shard_of = _read_index(index) if is_there(index) else {only: _SINGLE}
     return sorted({shard for name, shard in shard_of.items() if name.startswith(only)})
 
 
