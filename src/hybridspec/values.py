@@ -25,8 +25,8 @@ def shown(value: Any) -> str:
     """Return a value as a message shows it: never longer than a line."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no integer of more than some thousand digits
-        return "a number of thousands of digits"
+    except (ValueError, RecursionError):  # thousands of digits, or of levels
+        return f"a value of type {type(value).__name__} that is too large to show"
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 

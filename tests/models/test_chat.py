@@ -202,6 +202,13 @@ def test_broken_files(tmp_path: Path, name: str, content: str | bytes, message: 
         ChatTemplates.from_folder(tmp_path).render([QUESTION])
 
 
+LOOP: dict[str, Any] = {}
+LOOP["a"] = LOOP
+DEEP: list[Any] = []
+for _ in range(2000):
+    DEEP = [DEEP]
+
+
 class Mood(enum.Enum):
     GOOD = 1
 
@@ -215,6 +222,10 @@ class Mood(enum.Enum):
         ([["user", "x"]], {}, TypeError, "^messages: expected dicts, got list"),
         ([{"content": "x"}], {}, ValueError, "^messages: expected a role in each, got None"),
         ([{"role": "user", "content": Mood.GOOD}], {}, TypeError, "^messages: .* got Mood"),
+        ([QUESTION], {"add_generation_prompt": 1}, TypeError, "^add_generation_prompt: expected a b"),
+        ([QUESTION], {"mood": {1: 2}}, TypeError, "^mood: expected texts as keys, got 1"),
+        ([QUESTION], {"mood": LOOP}, ValueError, "^mood: expected at most 100 values inside each"),
+        ([{"role": DEEP}], {}, ValueError, "^messages: expected a role in each, got .* too large"),
         ([QUESTION], {"tools": 5}, TypeError, "^tools: expected a list of dicts, got int"),
         ([QUESTION], {"tools": [len]}, TypeError, "^tools: expected .* got builtin_function"),
         ([QUESTION], {"mood": Mood.GOOD}, TypeError, "^mood: expected .* got Mood"),
