@@ -25,7 +25,7 @@ RANKS = {
     "speculate": 5,
     "engine": 6,
     "serve": 7,
-    "cli": 7,
+    "cli": 8,
 }
 ONLY = {"compat": {"errors", "ops"}, "ops": {"errors", "ops"}}
 THIRD_PARTY = {
@@ -38,6 +38,10 @@ THIRD_PARTY = {
     "tokenizers": {"models"},
     "rich": {"cli"},
     "jinja2": {"models"},
+    "starlette": {"serve"},
+    "uvicorn": {"serve"},
+    "pydantic": {"serve"},
+    "prometheus_client": {"serve"},
 }
 
 
