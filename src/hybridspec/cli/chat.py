@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridspec.cli import generate, loading
-from hybridspec.cli.arguments import UsageError, usage_errors
+from hybridspec.cli import loading, report
 from hybridspec.cli.prompts import Prompt, read_prompt
+from hybridspec.cli.usage import UsageError, usage_errors
 
 if TYPE_CHECKING:
     from hybridspec import SamplingParams
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, params: SamplingParams) -> int:
         messages.append({"role": "user", "content": question})
         with usage_errors():
             steps = llm.stream_chat(messages, params, **options)
-        result = generate.report(arguments, llm, params, Prompt(), steps)
+        result = report.report(arguments, llm, params, Prompt(), steps)
         messages.append({"role": "assistant", "content": result.output.outputs[0].text})
     return 0
 
@@ -60,6 +60,8 @@ def template_options(arguments: argparse.Namespace) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"--template-arg: expected NAME=VALUE, got {word!r}")
+        if name in options:
+            raise UsageError(f"--template-arg: expected each name once, got {name} twice")
         if name in _OWN_NAMES:
             raise UsageError(f"--template-arg: expected another name than {name}, got {word!r}")
         try:
@@ -78,7 +80,7 @@ def template_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{file}: expected UTF-8 text ({error.reason})") from None
 
@@ -113,4 +115,4 @@ def _next_line() -> str:
     line = sys.stdin.readline()
     if not line:
         raise EOFError
-    return line.rstrip("\n")
+    return line.rstrip("\n").removeprefix("\ufeff")

@@ -9,10 +9,11 @@ import socket
 import sys
 from pathlib import Path
 
-from hybridspec.cli.arguments import UsageError, engine_options
+from hybridspec.cli.arguments import engine_options
 from hybridspec.cli.loading import open_engine
-from hybridspec.serve.app import Server, create_app
+from hybridspec.cli.usage import UsageError
 from hybridspec.serve.api import ServeOptions
+from hybridspec.serve.app import Server, create_app
 
 __all__ = ["run"]
 

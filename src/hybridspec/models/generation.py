@@ -18,8 +18,15 @@ __all__ = ["end_token_ids", "sampling_defaults"]
 _log = logging.getLogger("hybridspec")
 _FILE = "generation_config.json"
 # Parameters that the file calls by the same name, and those that it does not.
-_SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_SAME += ("presence_penalty", "frequency_penalty")
+_SAME = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _FIELDS = {
     **{name: name for name in _SAME},
     "max_new_tokens": "max_tokens",
@@ -51,9 +58,16 @@ _SILENT = {
     "trust_remote_code",
 }
 # What other fields say where they change nothing.
-_NEUTRAL = (None, False, [], {})
-_NEUTRAL_ONES = ("encoder_repetition_penalty", "guidance_scale", "length_penalty", "num_beams")
-_NEUTRAL_ONES += ("num_beam_groups", "num_return_sequences", "typical_p")
+_NEUTRAL: tuple[Any, ...] = (None, False, [], {})
+_NEUTRAL_ONES = {
+    "encoder_repetition_penalty",
+    "guidance_scale",
+    "length_penalty",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "typical_p",
+}
 
 
 def sampling_defaults(path: str | Path) -> SamplingParams:
