@@ -120,7 +120,7 @@ def test_every_package_has_a_rank() -> None:
         ("hybridspec.ops.norms.api", "import hybridspec.config"),
         ("hybridspec.runtime.pools", "def f():\n    from hybridspec.engine import LLM"),
         ("hybridspec.models.mtp", "from ..speculate import draft"),
-        ("hybridspec.cli.generate", "import hybridspec.serve.app"),
+        ("hybridspec.engine.llm", "import hybridspec.serve.app"),
         ("hybridspec.serve.app", "from hybridspec import cli"),
         ("hybridspec.compat.flashinfer", "from hybridspec.runtime.pools import Pools"),
         ("hybridspec.config", "import torch"),

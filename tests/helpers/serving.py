@@ -37,6 +37,7 @@ class Running:
 
     def __init__(self, load: Callable[[], LLM], options: ServeOptions) -> None:
         self.llm: LLM | None = None
+        self._clients: list[openai.OpenAI] = []
 
         def keep() -> LLM:
             self.llm = load()
@@ -54,9 +55,10 @@ class Running:
         self.url = f"http://{host}:{port}"
 
     def client(self, key: str = "none", **options: object) -> openai.OpenAI:
-        return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, **options
-        )
+        url = f"{self.url}/v1"
+        client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=120, **options)
+        self._clients.append(client)
+        return client
 
     def wait_idle(self, seconds: float = 30) -> None:
         """Wait until nothing runs, and see that nothing was left behind."""
@@ -68,5 +70,7 @@ class Running:
             time.sleep(0.01)
 
     def end(self) -> None:
+        for client in self._clients:
+            client.close()
         self.server.end()
         self.thread.join()

@@ -338,7 +338,7 @@ class Api:
                 chat_template=template,
                 add_generation_prompt=opens,
                 continue_final_message=body.continue_final_message,
-                **given,
+                chat_template_kwargs=given,
             )
         )
         name = "tool_use" if tools and "tool_use" in known else "default"

@@ -166,7 +166,10 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
+        try:
+            await super().serve(sockets)
+        finally:
+            self._loop = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; called by signals."""
@@ -181,7 +184,8 @@ class Server(uvicorn.Server):
         self.handle_exit(signal.SIGTERM, None)
 
     def _drain(self) -> None:
-        assert self._loop is not None
+        if self._loop is None:
+            return
         api: Api = self._app.state.api
         api.is_draining = True
         self._loop.call_later(self._drain_s, api.end_requests)

@@ -197,6 +197,7 @@ class Stepper:
                     news.append((stream, steps, failure))
             if news:
                 self._loop.call_soon_threadsafe(_hand_out, news)
+        self._engine.drop(())  # takes in what was dropped during the last step
 
 
 def _hand_out(news: list[tuple[Stream, list[tuple[int, StepOutput]], Exception | None]]) -> None:
