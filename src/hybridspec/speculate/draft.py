@@ -1,7 +1,7 @@
-"""Drafting with the checkpoint's own MTP head.
+"""Drafting with the checkpoint's own MTP head, and with whatever works on lists.
 
 Entry i of the head's KV log pairs the target's hidden state of row i with token i+1 and predicts
-token i+2. The head first runs over the rows that the target has just committed, then on its own
+token i+2. The head first runs over the rows that the target has just verified, then on its own
 outputs; what it appends while drafting lies past the cursor and is overwritten by the next step.
 """
 
@@ -9,56 +9,30 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hybridspec.models import HybridModel
-from hybridspec.runtime import Pools, Step
-from hybridspec.speculate.choose import ChoiceRule, choose_tokens
-from hybridspec.speculate.verify import layout_rows
+from hybridspec.ops.verify_plan import Step
+from hybridspec.runtime import Pools
+from hybridspec.speculate.choose import choose_tokens
+from hybridspec.speculate.decoder import Asks, Decoder
 
-__all__ = ["Draft", "Drafter", "MtpDrafter"]
+__all__ = ["Draft", "DraftsFromLists", "ListDrafter", "MtpDrafter", "wanted_drafts"]
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """What is proposed for one request.
+def wanted_drafts(decoder: Decoder, slots: Tensor) -> Tensor:
+    """Return how many drafts each request can still use, [B] int32; 0 in padding.
 
-    Attributes:
-        tokens: proposed tokens, in order.
-        confidences: the drafter's probability of each; empty if nobody asked.
+    No more than it wants, none past its last position, none once it is done.
     """
-
-    tokens: list[int]
-    confidences: list[float]
-
-
-class Drafter(Protocol):
-    """Proposes tokens; the output of a request never depends on what it proposes."""
-
-    def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
-        """Take in rows of the target model: hidden [N, D] and the tokens [N] that follow them."""
-        ...
-
-    def propose(
-        self,
-        last_hidden: Tensor,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        num_drafts: Sequence[int],
-        rules: Sequence[ChoiceRule],
-        histories: Sequence[array[int]],
-        *,
-        has_confidences: bool,
-    ) -> list[Draft]:
-        """Propose at most `num_drafts[b]` tokens after the newest token of each request.
-
-        `histories` are the requests' prompts and outputs so far.
-        """
-        ...
+    requests = decoder.requests
+    room = requests.last_position[slots] - decoder.pools.seq_len[slots] - 1
+    wanted = torch.minimum(requests.draft_limit[slots], room).clamp(min=0)
+    return torch.where((slots >= 0) & (requests.is_done[slots] == 0), wanted, 0)
 
 
 class MtpDrafter:
@@ -66,7 +40,7 @@ class MtpDrafter:
 
     Attributes:
         model: the target model, which owns the head, the embedding and the LM head.
-        pools: the memories; the head's pages are the last KV pool.
+        pools: the memories, the head's among them.
     """
 
     def __init__(self, model: HybridModel, pools: Pools) -> None:
@@ -79,75 +53,127 @@ class MtpDrafter:
         Args:
             next_tokens: the token after each row, [N] int64.
             hidden: the target's hidden states after its final norm, [N, D].
-            step: layout of the rows; its seq_len is the cursor *before* these rows.
+            step: layout of the rows; the cursors are still those *before* these rows.
 
         Returns:
             The head's hidden states [N, D].
         """
-        return self._run(next_tokens, hidden, step)
+        head = self.model.mtp
+        assert head is not None
+        return head.forward(next_tokens, hidden, step, self.pools.head_memory)
+
+    def propose(self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks) -> None:
+        """Propose tokens one after the other and store them; arguments as in `Drafter`."""
+        head, requests, pools = self.model.mtp, decoder.requests, self.pools
+        assert head is not None
+        wanted = wanted_drafts(decoder, slots)
+        requests.num_drafts[slots] = wanted
+        hidden, cursor = last_hidden, pools.seq_len.clone()
+        memory = replace(pools.head_memory, seq_len=cursor)
+        for j in range(requests.most_drafts):
+            if not slots.is_cuda:  # the shapes of a device are fixed; here dead rows cost time
+                keep = wanted > j
+                if not keep.all():
+                    slots, wanted, hidden = slots[keep], wanted[keep], hidden[keep]
+                if slots.shape[0] == 0:
+                    return
+            live = torch.where(wanted > j, slots, -1)
+            logits = self.model.logits(hidden)
+            probs = torch.softmax(logits, -1) if asks.has_confidences else None
+            offsets = torch.full_like(live, j)
+            tokens = choose_tokens(
+                decoder, logits, live, offsets, asks, seq_len=pools.seq_len
+            ).clamp(min=0)
+            requests.next_tokens[live, 1 + j] = tokens
+            if probs is not None:
+                requests.confidences[live, j] = probs.gather(1, tokens[:, None])[:, 0]
+            if j + 1 < requests.most_drafts:
+                step = _single_rows(torch.where(wanted > j + 1, live, -1), cursor)
+                hidden = head.forward(tokens, hidden, step, memory)
+                cursor += 1
+
+
+def _single_rows(slots: Tensor, cursor: Tensor) -> Step:
+    """Lay out one row per request, at its cursor; -1 is nobody's."""
+    count, device = slots.shape[0], slots.device
+    step = Step.create(max_requests=count, max_rows=count, max_drafts=0, device=device)
+    torch.arange(count + 1, out=step.cu_seqlens)
+    step.num_verify_tokens.fill_(1)
+    position = torch.where(slots >= 0, cursor[slots], 0)
+    return replace(
+        step, slots=slots, positions=position.long(), kv_len=position + 1, max_seqlen=1
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is proposed for one request.
+
+    Attributes:
+        tokens: proposed tokens, in order.
+        confidences: the drafter's probability of each; may be empty if nobody asked.
+    """
+
+    tokens: list[int]
+    confidences: list[float]
+
+
+class ListDrafter(Protocol):
+    """Proposes lists of tokens, on the host."""
 
     def propose(
         self,
-        last_hidden: Tensor,
         slots: Sequence[int],
-        starts: Sequence[int],
-        num_drafts: Sequence[int],
-        rules: Sequence[ChoiceRule],
         histories: Sequence[array[int]],
+        num_drafts: Sequence[int],
         *,
         has_confidences: bool,
     ) -> list[Draft]:
-        """Propose tokens one after the other.
+        """Propose at most `num_drafts[b]` tokens after each history (prompt and output so far)."""
+        ...
 
-        Args:
-            last_hidden: the head's hidden state of each request's last absorbed row, [B, D].
-            slots: slot of each request.
-            starts: position of the newest committed token of each request; entries up to the one
-                before it are in the head's log.
-            num_drafts: how many tokens to propose for each request, 0 allowed.
-            rules: how each request's tokens are chosen.
-            histories: not looked at; the head's log holds what it needs.
-            has_confidences: whether to report the head's probability of each draft.
-        """
-        drafts = [Draft([], []) for _ in slots]
-        active = [b for b, count in enumerate(num_drafts) if count > 0]
-        if not active:
-            return drafts
-        hidden = last_hidden if len(active) == len(slots) else last_hidden[active]
-        cursor = self.pools.seq_len.clone()
-        while True:
-            done = len(drafts[active[0]].tokens)
-            logits = self.model.logits(hidden)
-            probs = torch.softmax(logits, -1) if has_confidences else None
-            tokens = choose_tokens(
-                logits,
-                [rules[b] for b in active],
-                [starts[b] + done + 1 for b in active],
-                [drafts[b].tokens for b in active],
-            )
-            for b, token in zip(active, tokens.tolist(), strict=True):
-                drafts[b].tokens.append(token)
-            if probs is not None:
-                chosen = probs.gather(1, tokens[:, None])[:, 0].tolist()
-                for b, confidence in zip(active, chosen, strict=True):
-                    drafts[b].confidences.append(confidence)
-            keep = [i for i, b in enumerate(active) if num_drafts[b] > done + 1]
-            if not keep:
-                return drafts
-            if len(keep) < len(active):
-                hidden, tokens = hidden[keep], tokens[keep]
-                active = [active[i] for i in keep]
-            step = layout_rows(
-                [slots[b] for b in active],
-                [1] * len(active),
-                [starts[b] + done for b in active],
-                cursor,
-                is_prefill=False,
-            )
-            hidden = self._run(tokens, hidden, step)
-            cursor += 1
 
-    def _run(self, tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
-        head = self.model.mtp
-        assert head is not None
-        return head.forward(tokens, hidden, step, self.pools.kv[-1], self.pools.page_table)
+class DraftsFromLists:
+    """Lets a drafter that works on lists take part; every step then waits for the host.
+
+    Attributes:
+        inner: the drafter.
+    """
+
+    def __init__(self, inner: ListDrafter) -> None:
+        self.inner = inner
+
+    def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
+        """Do nothing: the tokens come with `propose`."""
+        return hidden
+
+    def propose(self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks) -> None:
+        """Read the requests' tokens, ask, and store the drafts; arguments as in `Drafter`."""
+        requests = decoder.requests
+        wanted = wanted_drafts(decoder, slots).tolist()
+        numbers = slots.tolist()
+        asking = [b for b, count in enumerate(wanted) if count > 0]
+        requests.num_drafts[slots] = 0
+        drafts = self.inner.propose(
+            [numbers[b] for b in asking],
+            [_history(decoder, numbers[b]) for b in asking],
+            [wanted[b] for b in asking],
+            has_confidences=asks.has_confidences,
+        )
+        for b, draft in zip(asking, drafts, strict=True):
+            slot, count = numbers[b], min(len(draft.tokens), wanted[b])
+            tokens = torch.tensor(draft.tokens[:count], dtype=torch.int64)
+            requests.next_tokens[slot, 1 : 1 + count] = tokens.to(slots.device)
+            if draft.confidences:
+                # What is missing counts as 0: those drafts come last.
+                sure = (draft.confidences + [0.0] * count)[:count]
+                requests.confidences[slot, :count] = torch.tensor(sure).to(slots.device)
+            requests.num_drafts[slot] = count
+
+
+def _history(decoder: Decoder, slot: int) -> array[int]:
+    """Read the prompt and output of a slot from the token log."""
+    pools = decoder.pools
+    length = int(pools.seq_len[slot]) + 1
+    pages = pools.page_table[slot, : -(-length // pools.page_size)].long()
+    return array("i", pools.token_pages[pages].flatten()[:length].tolist())
