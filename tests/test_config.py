@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from hybridspec.config import EngineConfig, SamplingParams
+from hybridspec.config import NOT_ACTED_ON_YET, EngineConfig, SamplingParams
+from hybridspec.errors import UnsupportedError
+
+_SOME_VALUES = {"allowed_token_ids": [3], "truncate_prompt_tokens": 4}
 
 
 @pytest.mark.parametrize(
@@ -16,7 +21,12 @@ from hybridspec.config import EngineConfig, SamplingParams
         ("temperature", float("nan"), ValueError),
         ("temperature", "hot", TypeError),
         ("temperature", True, TypeError),
-        ("top_k", -1, ValueError),
+        ("temperature", 10**400, ValueError),
+        pytest.param("temperature", 10**5000, ValueError, id="temperature-digits"),
+        ("temperature", np.float32("inf"), ValueError),
+        ("temperature", 1j, TypeError),
+        ("top_k", -2, ValueError),
+        pytest.param("top_k", 10**5000, ValueError, id="top_k-digits"),
         ("top_k", 2.5, TypeError),
         ("top_p", 0.0, ValueError),
         ("top_p", 1.01, ValueError),
@@ -59,9 +69,22 @@ from hybridspec.config import EngineConfig, SamplingParams
         ("bad_words", [[-1]], ValueError),
         ("bad_words", [""], ValueError),
         ("bad_words", [[]], ValueError),
-        ("logprobs", -1, ValueError),
+        ("bad_words", [b"a"], TypeError),
+        ("bad_words", [["a" * 5000]], TypeError),
+        ("allowed_token_ids", [], ValueError),
+        ("allowed_token_ids", [-1], ValueError),
+        ("allowed_token_ids", 3, TypeError),
+        ("allowed_token_ids", "3", TypeError),
+        ("include_stop_str_in_output", 1, TypeError),
+        ("detokenize", None, TypeError),
+        ("skip_special_tokens", "no", TypeError),
+        ("spaces_between_special_tokens", 0, TypeError),
+        ("truncate_prompt_tokens", 0, ValueError),
+        ("truncate_prompt_tokens", -2, ValueError),
+        ("truncate_prompt_tokens", 1.5, TypeError),
+        ("logprobs", -2, ValueError),
         ("logprobs", True, TypeError),
-        ("prompt_logprobs", -1, ValueError),
+        ("prompt_logprobs", -2, ValueError),
         ("draft_tokens", 8, ValueError),
         ("draft_tokens", -1, ValueError),
         ("draft_tokens", 1.0, TypeError),
@@ -70,8 +93,67 @@ from hybridspec.config import EngineConfig, SamplingParams
 def test_sampling_params_name_what_is_wrong(
     name: str, value: object, error: type[Exception]
 ) -> None:
-    with pytest.raises(error, match=rf"^{name}: expected"):
+    with pytest.raises(error, match=rf"^{name}: expected") as found:
         SamplingParams(**{name: value})
+    assert len(str(found.value)) < 350
+
+
+def test_top_k_of_minus_one_keeps_all() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    given = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(5),
+        seed=np.uint8(7),
+        logit_bias={np.int64(3): np.float64(1.5)},
+        bad_words=[np.array([4, 5])],
+        stop_token_ids=np.array([1, 2]),
+    )
+    assert given == SamplingParams(
+        temperature=0.5,
+        top_k=5,
+        seed=7,
+        logit_bias={3: 1.5},
+        bad_words=[[4, 5]],
+        stop_token_ids=[1, 2],
+    )
+    [(token, bias)] = given.logit_bias.items()
+    values = (given.temperature, given.top_k, given.seed, token, bias, given.stop_token_ids[0])
+    assert [type(value) for value in values] == [float, int, int, int, float, int]
+    config = EngineConfig(draft_tokens=np.int32(2), memory_fraction=np.float32(0.5))
+    assert config == EngineConfig(draft_tokens=2, memory_fraction=0.5)
+    assert type(config.draft_tokens) is int and type(config.memory_fraction) is float
+    with pytest.raises(TypeError, match="^top_k: expected an integer"):
+        SamplingParams(top_k=np.float32(5))
+    with pytest.raises(TypeError, match="^top_k: expected an integer"):
+        SamplingParams(top_k=np.bool_(True))
+
+
+def test_equal_parameters_hash_equally() -> None:
+    made = [SamplingParams(logit_bias={3: 1.0, 4: 2}, stop="x", bad_words=[[1]]) for _ in range(2)]
+    assert len(set(made)) == 1 and hash(made[0]) == hash(made[1])
+    assert len({*made, SamplingParams(logit_bias={3: 2.0, 4: 1}), SamplingParams()}) == 3
+
+
+def test_a_clone_is_equal_and_apart() -> None:
+    params = SamplingParams(logit_bias={3: 1.0}, bad_words=["x", [4]], seed=5)
+    clone = params.clone()
+    assert clone == params and clone is not params
+    clone.logit_bias[9] = 1.0
+    assert params.logit_bias == {3: 1.0}
+
+
+def test_what_is_not_acted_on_is_refused() -> None:
+    """A parameter is either carried out or refused, never taken and ignored."""
+    defaults = {field.name: field.default for field in fields(SamplingParams)}
+    assert set(defaults) >= NOT_ACTED_ON_YET
+    assert SamplingParams(**{name: defaults[name] for name in NOT_ACTED_ON_YET})
+    for name in NOT_ACTED_ON_YET:
+        value = not defaults[name] if isinstance(defaults[name], bool) else _SOME_VALUES[name]
+        with pytest.raises(UnsupportedError, match=f"^{name}: not implemented"):
+            SamplingParams(**{name: value})
 
 
 def test_stop_is_normalised() -> None:
@@ -116,6 +198,16 @@ def test_what_a_caller_keeps_hold_of_is_copied() -> None:
         ("attention_backend", "cuda", ValueError),
         ("threads", 0, ValueError),
         ("threads", 10**20, ValueError),
+        ("max_num_seqs", 0, ValueError),
+        ("max_num_seqs", 257, ValueError),
+        ("max_num_batched_tokens", 0, ValueError),
+        ("max_num_batched_tokens", None, TypeError),
+        ("enforce_eager", 1, TypeError),
+        ("revision", "", ValueError),
+        ("revision", 3, TypeError),
+        ("tokenizer", Path("x"), TypeError),
+        ("seed", -1, ValueError),
+        ("dtype", "x" * 1000, ValueError),
     ],
 )
 def test_engine_options_name_what_is_wrong(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from hybridspec.errors import UnsupportedError
+from hybridspec.values import flag, integer, listed, number, optional_integer, optional_text, shown
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -14,39 +16,26 @@ __all__ = [
     "DTYPES",
     "KV_LAYOUTS",
     "MAX_DRAFT_TOKENS",
+    "NOT_ACTED_ON_YET",
     "STATE_DTYPES",
     "EngineConfig",
     "SamplingParams",
 ]
 
 MAX_DRAFT_TOKENS = 7  # a verify step takes at most 8 rows of a request
+MAX_NUM_SEQS = 256
 MAX_CONTINUATIONS = 1 << 16  # so that a slip of the keyboard does not fill the memory
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 STATE_DTYPES = (*DTYPES, "int8")
 DRAFTERS = ("auto", "mtp", "lookup", "none")
 KV_LAYOUTS = ("paged", "contiguous")
+# Parameters that are understood and checked, but that no engine carries out.
+NOT_ACTED_ON_YET = frozenset(
+    {
+        "allowed_token_ids",
+    }
+)
 ATTENTION_BACKENDS = ("auto", "triton", "fa3", "reference")
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"in {low}..{high}"
-        raise ValueError(f"{name}: expected an integer {bound}, got {value}")
-
-
-def _optional_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if value is not None:
-        _integer(name, value, low, high)
-
-
-def _number(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not math.isfinite(value) or value > high or value < low or (above_low and value == low):
-        opening = "(" if above_low else "["
-        raise ValueError(f"{name}: expected a number in {opening}{low:g}, {high:g}], got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +49,15 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 is greedy; logits are divided by it otherwise.
-        top_k: keep the k most likely tokens; 0 keeps all.
+        top_k: keep the k most likely tokens; 0 keeps all, and so does -1.
         top_p: keep the smallest set of tokens whose probability reaches it; 1 keeps all.
         min_p: drop tokens less likely than min_p times the most likely one; 0 keeps all.
         seed: of the noise, 0..2**63-1; None draws one for the request.
         max_tokens: most tokens to generate; None goes on to the end of the context.
         min_tokens: tokens before which EOS and stop_token_ids cannot be chosen nor `stop` match.
         stop: strings that end the request; the text is cut before them.
+        include_stop_str_in_output: whether the text keeps the stop string or stop token that ended
+            it.
         stop_token_ids: tokens that end the request, besides the model's EOS.
         ignore_eos: go on after the model's EOS.
         n: continuations of the prompt. Continuation i has a seed made from `seed` and i; the first
@@ -80,10 +71,20 @@ class SamplingParams:
             list is forbidden where the tokens before it, prompt included, are the others. A text
             stands for its tokens as they are at the start of a text and behind a space; spelt with
             other tokens it can still appear.
+        allowed_token_ids: the only tokens that may be said; None allows all.
         logprobs: report each token's log-probability and those of this many most likely ones, of
-            the model's own distribution: before everything above.
+            the model's own distribution: before everything above; -1 reports all tokens.
         prompt_logprobs: the same for the tokens of the prompt.
         draft_tokens: drafts per step, at most the engine's; None takes the engine's.
+        detokenize: whether to make text of the tokens.
+        skip_special_tokens: whether the text leaves special tokens out.
+        spaces_between_special_tokens: whether tokenizers that put spaces between words put them
+            between special tokens too.
+        truncate_prompt_tokens: keep only so many tokens of the prompt, the last ones; -1 keeps what
+            fits the context with max_tokens new ones behind it.
+
+    Raises:
+        UnsupportedError: for a parameter in NOT_ACTED_ON_YET that is not its default.
     """
 
     temperature: float = 1.0
@@ -94,6 +95,7 @@ class SamplingParams:
     max_tokens: int | None = 128
     min_tokens: int = 0
     stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     n: int = 1
@@ -102,55 +104,90 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     draft_tokens: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, 0.0, 1e6)
-        _integer("top_k", self.top_k, 0, 2**31 - 1)
-        _number("top_p", self.top_p, 0.0, 1.0, above_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _optional_integer("seed", self.seed, 0, 2**63 - 1)
-        _optional_integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0)
+        checked: dict[str, Any] = {
+            "temperature": number("temperature", self.temperature, 0.0, 1e6),
+            "top_k": max(integer("top_k", self.top_k, -1, 2**31 - 1), 0),
+            "top_p": number("top_p", self.top_p, 0.0, 1.0, above_low=True),
+            "min_p": number("min_p", self.min_p, 0.0, 1.0),
+            "seed": optional_integer("seed", self.seed, 0, 2**63 - 1),
+            "max_tokens": optional_integer("max_tokens", self.max_tokens, 1),
+            "min_tokens": integer("min_tokens", self.min_tokens, 0),
+            "stop": _stop_strings(self.stop),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "n": integer("n", self.n, 1, MAX_CONTINUATIONS),
+            "repetition_penalty": number(
+                "repetition_penalty", self.repetition_penalty, 0.0, 100.0, above_low=True
+            ),
+            "frequency_penalty": number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "presence_penalty": number("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "logit_bias": _bias(self.logit_bias),
+            "bad_words": _words(self.bad_words),
+            "allowed_token_ids": _allowed(self.allowed_token_ids),
+            "logprobs": optional_integer("logprobs", self.logprobs, -1),
+            "prompt_logprobs": optional_integer("prompt_logprobs", self.prompt_logprobs, -1),
+            "draft_tokens": optional_integer(
+                "draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS
+            ),
+            "truncate_prompt_tokens": _truncation(self.truncate_prompt_tokens),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool):
+                flag(field.name, value)
+            if field.name in NOT_ACTED_ON_YET and value != field.default:
+                raise UnsupportedError(f"{field.name}: not implemented, got {shown(value)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens: expected at most max_tokens ({self.max_tokens}), "
-                f"got {self.min_tokens}"
+                f"got {shown(self.min_tokens)}"
             )
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(
-            self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids, "token ids")
-        )
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0)
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos: expected a bool, got {self.ignore_eos!r}")
-        _integer("n", self.n, 1, MAX_CONTINUATIONS)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above_low=True)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
-        object.__setattr__(self, "bad_words", _words(self.bad_words))
-        _optional_integer("logprobs", self.logprobs, 0)
-        _optional_integer("prompt_logprobs", self.prompt_logprobs, 0)
-        _optional_integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
+
+    def __hash__(self) -> int:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        bias = values.pop("logit_bias")
+        return hash((*values.values(), None if bias is None else frozenset(bias.items())))
+
+    def clone(self) -> SamplingParams:
+        """Return an equal object that shares nothing which could change."""
+        return replace(self)
 
 
-def _listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
-    """Return a list as a tuple, an empty one for None."""
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    return tuple(integer(name, token, 0) for token in listed(name, value, "token ids"))
+
+
+def _allowed(value: Any) -> tuple[int, ...] | None:
     if value is None:
-        return ()
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise TypeError(f"{name}: expected a list of {what}, got {value!r}")
-    return tuple(value)
+        return None
+    tokens = _token_ids("allowed_token_ids", value)
+    if not tokens:
+        raise ValueError("allowed_token_ids: expected at least one token id, got none")
+    return tokens
+
+
+def _truncation(value: Any) -> int | None:
+    count = optional_integer("truncate_prompt_tokens", value, -1)
+    if count == 0:
+        raise ValueError("truncate_prompt_tokens: expected 1 or more, or -1, got 0")
+    return count
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else _listed("stop", stop, "texts")
+    strings = (stop,) if isinstance(stop, str) else listed("stop", stop, "texts")
     if not all(isinstance(text, str) and text for text in strings):
-        raise ValueError(f"stop: expected non-empty strings, got {stop!r}")
+        raise ValueError(f"stop: expected non-empty strings, got {shown(stop)}")
     return strings
 
 
@@ -158,30 +195,32 @@ def _bias(bias: Any) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise TypeError(f"logit_bias: expected a dict from token ids to numbers, got {bias!r}")
-    for token, value in bias.items():
-        _integer("logit_bias", token, 0)
-        _number("logit_bias", value, -100.0, 100.0)
-    return dict(bias) or None
+        raise TypeError(f"logit_bias: expected a dict from token ids to numbers, got {shown(bias)}")
+    return {
+        integer("logit_bias", token, 0): number("logit_bias", value, -100.0, 100.0)
+        for token, value in bias.items()
+    } or None
 
 
 def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     if words is None:
         return ()
     if isinstance(words, str) or not isinstance(words, Sequence):
-        raise TypeError(f"bad_words: expected a list of texts or of token id lists, got {words!r}")
+        raise TypeError(
+            f"bad_words: expected a list of texts or of token id lists, got {shown(words)}"
+        )
     checked: list[str | tuple[int, ...]] = []
     for word in words:
-        if not isinstance(word, str):
-            if not isinstance(word, Sequence):
-                raise TypeError(f"bad_words: expected texts or lists of token ids, got {word!r}")
-            for token in word:
-                _integer("bad_words", token, 0)
-        if not word:
-            raise ValueError(
-                f"bad_words: expected texts and lists that are not empty, got {words!r}"
-            )
-        checked.append(word if isinstance(word, str) else tuple(word))
+        if isinstance(word, str):
+            checked.append(word)
+        elif isinstance(word, Iterable) and not isinstance(word, bytes):
+            checked.append(_token_ids("bad_words", word))
+        else:
+            raise TypeError(f"bad_words: expected texts or lists of token ids, got {shown(word)}")
+    if not all(checked):
+        raise ValueError(
+            f"bad_words: expected texts and lists that are not empty, got {shown(words)}"
+        )
     return tuple(checked)
 
 
@@ -207,8 +246,15 @@ class EngineConfig:
         kv_layout: "paged" hands keys and values out in pages as requests need them; "contiguous"
             gives each slot one page of max_model_len tokens, as FlashAttention-3 wants it.
         attention_backend: what attends in verify steps: "auto", "triton", "fa3" or "reference".
-        threads: torch's CPU threads during a step; None is 1 for models of small matrices, which
-            more threads slow down, and torch's own number for others.
+        threads: torch's CPU threads during a step, at most one for each core; None is 1 for models
+            of small matrices, which more threads slow down, and torch's own number for others.
+        max_num_seqs: most requests that run at the same time; None is 64 on a CPU, 256 on a GPU.
+        max_num_batched_tokens: most prompt rows of a forward pass, over all requests.
+        enforce_eager: whether to run without CUDA graphs, as every engine does now.
+        revision: of a model on the hub: branch, tag or commit.
+        tokenizer: model to take tokenizer and chat template from, in place of the model's own.
+        seed: where the seeds of requests that name none come from; the same requests in the same
+            order then give the same tokens. None draws them.
     """
 
     draft_tokens: int = 3
@@ -224,11 +270,30 @@ class EngineConfig:
     kv_layout: str = "paged"
     attention_backend: str = "auto"
     threads: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 2048
+    enforce_eager: bool = False
+    revision: str | None = None
+    tokenizer: str | None = None
+    seed: int | None = None
 
     def __post_init__(self) -> None:
-        _integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
-        if self.verify_rows is not None:
-            _integer("verify_rows", self.verify_rows, 1)
+        checked: dict[str, Any] = {
+            "draft_tokens": integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS),
+            "verify_rows": optional_integer("verify_rows", self.verify_rows, 1),
+            "max_model_len": optional_integer("max_model_len", self.max_model_len, 2),
+            "memory_fraction": number(
+                "memory_fraction", self.memory_fraction, 0.0, 1.0, above_low=True
+            ),
+            "threads": optional_integer("threads", self.threads, 1, 1024),
+            "max_num_seqs": optional_integer("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS),
+            "max_num_batched_tokens": integer(
+                "max_num_batched_tokens", self.max_num_batched_tokens, 1
+            ),
+            "seed": optional_integer("seed", self.seed, 0, 2**63 - 1),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         for name, allowed in (
             ("dtype", DTYPES),
             ("state_dtype", STATE_DTYPES),
@@ -238,25 +303,24 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
-        if self.mtp_from is not None:
-            if not isinstance(self.mtp_from, str):
-                raise TypeError(f"mtp_from: expected a text, got {self.mtp_from!r}")
-            if not self.mtp_from:
-                raise ValueError("mtp_from: expected a folder or an id, got an empty text")
-            if self.drafter not in ("auto", "mtp"):
-                raise ValueError(f"mtp_from: expected drafter 'mtp' with it, got {self.drafter!r}")
-            if self.dummy_weights:
-                raise ValueError("mtp_from: expected no dummy_weights with it, got both")
-        if not isinstance(self.dummy_weights, bool):
-            raise TypeError(f"dummy_weights: expected a bool, got {self.dummy_weights!r}")
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(allowed)}, got {shown(value)}"
+                )
+        flag("dummy_weights", self.dummy_weights)
+        flag("enforce_eager", self.enforce_eager)
+        for name in ("mtp_from", "revision", "tokenizer"):
+            optional_text(name, getattr(self, name))
+        self._check_mtp_from()
         is_text = isinstance(self.device, str)
-        if not is_text or not re.fullmatch("auto|cpu|cuda(:[0-9]+)?", self.device):
+        if not is_text or not re.fullmatch("auto|cpu|cuda(:[0-9]{1,4})?", self.device):
             raise ValueError(
-                f'device: expected "auto", "cpu", "cuda" or "cuda:N", got {self.device!r}'
+                f'device: expected "auto", "cpu", "cuda" or "cuda:N", got {shown(self.device)}'
             )
-        if self.max_model_len is not None:
-            _integer("max_model_len", self.max_model_len, 2)
-        _number("memory_fraction", self.memory_fraction, 0.0, 1.0, above_low=True)
-        if self.threads is not None:
-            _integer("threads", self.threads, 1, 1024)
+
+    def _check_mtp_from(self) -> None:
+        if self.mtp_from is None:
+            return
+        if self.drafter not in ("auto", "mtp"):
+            raise ValueError(f"mtp_from: expected drafter 'mtp' with it, got {self.drafter!r}")
+        if self.dummy_weights:
+            raise ValueError("mtp_from: expected no dummy_weights with it, got both")

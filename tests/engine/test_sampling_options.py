@@ -345,3 +345,12 @@ def test_prompt_logprobs(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, 
             for other, found in report.items():
                 assert found.logprob == pytest.approx(float(row[other]), abs=2e-5)
                 assert found.rank == order.index(other) + 1
+
+
+def test_logprobs_of_all_tokens(tiny: TinyCheckpoint) -> None:
+    llm = LLM(tiny.folder, device="cpu")
+    every = SamplingParams(temperature=0, max_tokens=4, logprobs=-1, prompt_logprobs=-1)
+    counted = SamplingParams(temperature=0, max_tokens=4, logprobs=97, prompt_logprobs=97)
+    results = llm.generate(prompt_token_ids=[[5, 17, 3]] * 2, sampling_params=[every, counted])
+    assert [len(report) for report in results[0].outputs[0].logprobs] == [97] * 4
+    assert_same_logprobs(*results)

@@ -14,6 +14,7 @@ __all__ = [
     "TOLERANCES",
     "assert_close",
     "assert_rounded",
+    "assert_same",
     "error",
     "tolerance",
 ]
@@ -96,3 +97,21 @@ def assert_rounded(
     difference = actual.double() - expected.double()
     beyond = (difference.abs() - HALF_QUANTUM * quantum.double()).clamp_min(0.0)
     assert_close(expected.double() + beyond, expected, *dtypes, factor=factor)
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    """Raise AssertionError unless two tensors are the same computation's.
+
+    Products of a CPU library may add in another order where rows lie at other addresses or beside
+    other rows, and do on some processors, so floating-point numbers are compared up to rounding,
+    8-bit states up to one unit, and all else exactly. What no arithmetic touches is compared with
+    `assert_same_bits`.
+    """
+    assert actual.dtype == expected.dtype
+    if actual.dtype == torch.int8:
+        torch.testing.assert_close(actual.short(), expected.short(), rtol=0, atol=1)
+    elif actual.is_floating_point():
+        bound = tolerance(actual.dtype)
+        torch.testing.assert_close(actual, expected, rtol=bound, atol=bound, equal_nan=True)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tests.helpers.direct_runner import DirectRunner
 from tests.helpers.tiny_checkpoints import build_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
+from hybridspec.errors import CheckpointError
 from hybridspec.models.hybrid import HybridModel, load_model
 
 # One entry per row of the table in docs/checkpoints.md, named as there: the form, and what a file
@@ -135,12 +137,84 @@ def num_elements(folder: Path, names: set[str]) -> dict[str, int]:
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_transformers_reads_the_composite_the_same(family: Any, tmp_path: Path) -> None:
-    """The oracle itself: what transformers makes of the files is what they were written from."""
+    """The oracle itself: what transformers makes of the files is what they were written from.
+
+    The weights are equal in every bit; the products are not on every processor, as weights that
+    were read lie elsewhere in memory.
+    """
     checkpoint = build_tiny_checkpoint(tmp_path, family=family, layout="composite", has_mtp=False)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    read, written = theirs.state_dict(), checkpoint.model.state_dict()
+    assert list(read) == list(written)
+    assert all(torch.equal(read[name], tensor) for name, tensor in written.items())
     with torch.inference_mode():
         expected = checkpoint.model(torch.tensor([TOKENS])).logits
-        assert torch.equal(theirs(torch.tensor([TOKENS])).logits, expected)
+        assert_logits_close(theirs(torch.tensor([TOKENS])).logits, expected)
+
+
+def edit_head(folder: Path, edit: Any) -> None:
+    """Put another head into a folder's one file, or take it out (None)."""
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    embedding = next(held[name] for name in held if name.endswith("embed_tokens.weight"))
+    held.pop("lm_head.weight", None)
+    if edit is not None:
+        held["lm_head.weight"] = edit(embedding)
+    save_file(held, file, metadata={"format": "pt"})
+
+
+def edit_ties(folder: Path, top: bool | None, text: bool | None) -> None:
+    """Say at each level of a composite whether the head is tied."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    for level, value in ((config, top), (config["text_config"], text)):
+        level.pop("tie_word_embeddings", None)
+        if value is not None:
+            level["tie_word_embeddings"] = value
+    file.write_text(json.dumps(config))
+
+
+def assert_as_transformers_reads_it(folder: Path) -> HybridModel:
+    model = load_model(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        assert_logits_close(logits(model), theirs(torch.tensor([TOKENS])).logits[0])
+    return model
+
+
+def test_a_stored_head_counts_though_the_config_ties_it(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, has_mtp=False, tie_word_embeddings=True)
+    edit_head(tmp_path, lambda embedding: embedding.flip(0).contiguous())
+    model = assert_as_transformers_reads_it(tmp_path)
+    assert not torch.equal(model.head, model.embedding)
+
+
+def test_a_stored_copy_of_the_embedding_is_shared(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, has_mtp=False, tie_word_embeddings=True)
+    num_parameters = load_model(tmp_path).num_parameters
+    edit_head(tmp_path, torch.clone)
+    model = assert_as_transformers_reads_it(tmp_path)
+    assert model.head is model.embedding
+    assert model.num_parameters == num_parameters
+
+
+@pytest.mark.parametrize(
+    ("top", "text"), [(True, False), (False, True), (None, True), (True, None)]
+)
+def test_a_tie_at_either_level(top: bool | None, text: bool | None, tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, layout="composite", tie_word_embeddings=True)
+    edit_ties(tmp_path, top, text)
+    model = load_model(tmp_path)
+    assert model.head is model.embedding
+    edit_head(tmp_path, lambda embedding: embedding.flip(0).contiguous())
+    assert torch.equal(load_model(tmp_path).head, model.embedding.flip(0))
+
+
+def test_no_head_and_no_tie(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, layout="composite", tie_word_embeddings=True)
+    edit_ties(tmp_path, False, None)
+    with pytest.raises(CheckpointError, match="lm_head.weight: expected shape .* found no tensor"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("layout", ["text", "composite"])
@@ -156,10 +230,12 @@ def test_rope_fields_at_either_place(layout: Any, tmp_path: Path) -> None:
     file.write_text(json.dumps(config))
     flat = load_model(tmp_path)
     assert (flat.config.rope_theta, flat.config.rotary_dim) == (321.0, 16)
-    assert torch.equal(logits(flat), logits(nested))
-    fields["rope_theta"] = 322.0
+    expected = logits(nested)
+    assert_logits_close(logits(flat), expected)
+    fields["rope_theta"] = 3.0
     file.write_text(json.dumps(config))
-    assert not torch.equal(logits(load_model(tmp_path)), logits(nested))  # teeth
+    with pytest.raises(AssertionError, match="not close"):  # teeth
+        assert_logits_close(logits(load_model(tmp_path)), expected)
 
 
 def test_a_single_file_goes_before_an_index_of_others(tmp_path: Path) -> None:
@@ -168,7 +244,8 @@ def test_a_single_file_goes_before_an_index_of_others(tmp_path: Path) -> None:
     old = logits(load_model(tmp_path))
     build_tiny_checkpoint(tmp_path / "new", seed=2)
     (tmp_path / "new" / "model.safetensors").rename(tmp_path / "model.safetensors")
-    assert not torch.equal(logits(load_model(tmp_path)), old)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_logits_close(logits(load_model(tmp_path)), old)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

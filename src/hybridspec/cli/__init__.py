@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from hybridspec.cli.arguments import UsageError, parse
-from hybridspec.errors import CapacityError, CheckpointError, UnsupportedError
+from hybridspec.errors import CapacityError, CheckpointError, UnsupportedError, visible
 
 __all__ = ["main"]
 
@@ -75,5 +75,5 @@ def _explain(error: Exception) -> str:
 
 
 def _complain(message: str) -> int:
-    print("hybridspec: error:", " ".join(message.split()), file=sys.stderr)
+    print("hybridspec: error:", visible(" ".join(message.split())), file=sys.stderr)
     return _EXIT_USAGE

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.gdn_cases import assert_same_bits, offsets
+from helpers.gdn_cases import offsets
 from helpers.gdn_row_calls import RowCall
+from helpers.tolerances import assert_same
 from helpers.triton_process import run_interpreted
 from hybridspec.ops import gated_delta_rule
-from hybridspec.ops.gated_delta_rule import restart_windows
+from hybridspec.ops.ring import restart_windows
 
 OPS = torch.ops.hybridspec
 
@@ -44,9 +45,9 @@ def test_equal_to_cursors_of_slots(threshold: int | None) -> None:
         *(part.flatten(0, 1) for part in call.rows), call.A_log, call.dt_bias, call.pools.state,
         call.pools.ring, offsets([3, 3, 3]), call.slots, max_verify_tokens=3, is_fold=is_fold,
     )  # fmt: skip
-    assert_same_bits(found.flatten(0, 1), expected)
+    assert_same(found.flatten(0, 1), expected)
     for mine, other in zip(pools, call.pools.tensors()[:4], strict=True):
-        assert_same_bits(mine, other)
+        assert_same(mine, other)
 
 
 @pytest.mark.parametrize("has_all", [False, True])
@@ -60,7 +61,7 @@ def test_operators_pass_opcheck(has_all: bool) -> None:
     )  # fmt: skip
     torch.library.opcheck(OPS.gated_delta_rule_verify_rows.default, arguments)
     arguments = (call.ring_start, call.history_len, cursors[2], 9, 32)
-    torch.library.opcheck(OPS.gated_delta_rule_restart_windows.default, arguments)
+    torch.library.opcheck(OPS.ring_restart_windows.default, arguments)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -78,7 +79,7 @@ def test_a_step_compiles_as_one_graph(backend: str) -> None:
         pools = [pool.nan_to_num() for pool in call.pools.tensors()[:4]]
         found.append([run(call, pools), *pools, call.ring_start, call.history_len])
     for actual, expected in zip(*found, strict=True):
-        assert_same_bits(actual, expected)
+        assert_same(actual, expected)
     assert found[0][-1].tolist() == [0, 1, 8]
 
 

@@ -109,7 +109,7 @@ def test_gdn_gates_by_hand() -> None:
     A_log = torch.tensor([math.log(2.0), 0.0, 0.0], dtype=F64)
     log_decay, beta = gdn_gates(a, torch.zeros_like(a), A_log, torch.zeros(3, dtype=F64))
     torch.testing.assert_close(log_decay, torch.tensor([[-2.0, -200.0, 0.0]], dtype=F64))
-    assert torch.equal(beta, torch.full((1, 3), 0.5, dtype=F64))
+    torch.testing.assert_close(beta, torch.full((1, 3), 0.5, dtype=F64))
 
 
 def test_wrong_sizes_raise() -> None:
