@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hybridspec.runtime.memory import GdnMemory, KvMemory, MemoryOptions, MemorySpec, MemorySpecs
 from hybridspec.runtime.pools import Pools
+from hybridspec.runtime.sampling_table import SamplingPool, SlotOptions
 from hybridspec.runtime.slots import Allocator
 
 __all__ = [
@@ -14,4 +15,6 @@ __all__ = [
     "MemorySpec",
     "MemorySpecs",
     "Pools",
+    "SamplingPool",
+    "SlotOptions",
 ]

@@ -1,0 +1,119 @@
+"""Which token stands at each row: the one call of a step between logits and acceptance."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._backends import Supports, always, choose_backend
+from .._checks import Dims, check, check_dtype
+from .._library import register
+from . import cpu
+from .table import SamplingTable, SamplingUses
+
+__all__ = ["NO_TOKEN", "choose"]
+
+NO_TOKEN = -1  # where nothing can be chosen
+
+_EVERYTHING = SamplingUses.everything()
+_CANDIDATES: dict[str, Supports] = {"reference": always}
+
+
+def choose(
+    logits: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    table: SamplingTable,
+    seq_len: Tensor,
+    drafts: Tensor,
+    token_pages: Tensor,
+    page_table: Tensor,
+    *,
+    mask: Tensor | None = None,
+    uses: SamplingUses | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Choose one token per row; nothing but `out` is modified.
+
+    Row (slot, j) chooses at position seq_len[slot] + 1 + j and has seen drafts[slot, :j], pending.
+
+        x = logit + bias
+        x = x / repetition if x > 0 else x * repetition    for tokens of prompt, output, pending
+        x = x - frequency * count - presence * [count > 0]      count: in output and pending
+        x = -inf    for a token that is not allowed, ends before ends_from, or completes a bad word
+        token = argmax(process_logits(x, temperature, top_k, top_p, min_p) + noise)
+
+    Args:
+        logits: raw scores, [N, V], fp32; in.
+        slots: slot of each row, [N], int32, -1 = hold row; in.
+        offsets: j of each row, [N], int32; in.
+        table: sampling data by slot; in.
+        seq_len: position of the newest committed token, [S], int32; in.
+        drafts: tokens behind it, [S, k], int64, negative = none; in.
+        token_pages: the log of committed tokens, [P, page_size], int32; in.
+        page_table: [S, pages], int32; in.
+        mask: more bits of tokens that may be chosen, by row, [N, ceil(V / 32)], int32; in.
+        uses: what some row may need; None is everything.
+        out: [N], int64; out.
+        backend: "auto" or "reference".
+
+    Returns:
+        Token ids [N], int64: the lowest of equals. NO_TOKEN for a hold row, for a row that holds a
+        NaN or +inf, and where nothing may be chosen.
+
+    Raises:
+        ValueError, TypeError: if a shape or dtype is wrong.
+        UnsupportedError: if the backend cannot serve the call.
+
+    Numerics:
+        fp32, one rounding per operation. A row's token is a function of its logits, its slot's data
+        and its offset; the other rows do not matter.
+    """
+    dims: Dims = {}
+    check("logits", logits, "N V", dims)
+    check_dtype("logits", logits, torch.float32)
+    check("slots", slots, "N", dims)
+    check("offsets", offsets, "N", dims)
+    check("temperature", table.temperature, "S", dims)
+    check("counts", table.counts, "C V", dims)
+    check("seq_len", seq_len, "S", dims)
+    check("drafts", drafts, "S k", dims)
+    check("token_pages", token_pages, "P page_size", dims)
+    check("page_table", page_table, "S pages", dims)
+    for name, tensor in (("slots", slots), ("offsets", offsets), ("seq_len", seq_len)):
+        check_dtype(name, tensor, torch.int32)
+    check_dtype("drafts", drafts, torch.int64)
+    check_dtype("token_pages", token_pages, torch.int32)
+    check_dtype("page_table", page_table, torch.int32)
+    if mask is not None:
+        check("mask", mask, f"N {-(-dims['V'] // 32)}", dims)
+        check_dtype("mask", mask, torch.int32)
+    if out is None:
+        out = torch.empty(dims["N"], dtype=torch.int64, device=logits.device)
+    check("out", out, "N", dims)
+    check_dtype("out", out, torch.int64)
+    flags = (uses or _EVERYTHING).flags()
+    _choose(
+        logits, slots, offsets, table.tensors(), seq_len, drafts, token_pages, page_table, mask,
+        flags, out, backend,
+    )  # fmt: skip
+    return out
+
+
+def _dispatch(logits, slots, offsets, table, *rest) -> None:
+    *others, mask, flags, out, backend = rest
+    choose_backend("sampling.choose", backend, _CANDIDATES, logits)
+    if logits.shape[0]:
+        cpu.choose(
+            logits, slots, offsets, SamplingTable.of(table), *others, mask, SamplingUses.of(flags),
+            out,
+        )  # fmt: skip
+
+
+_choose = register(
+    "sampling_choose(Tensor logits, Tensor slots, Tensor offsets, Tensor[] table, Tensor seq_len, "
+    "Tensor drafts, Tensor token_pages, Tensor page_table, Tensor? mask, bool[] uses, "
+    "Tensor(a!) out, str backend)",
+    _dispatch,
+)
