@@ -22,7 +22,7 @@ from hybridspec.engine.drafting import make_drafter, resolve_drafter
 from hybridspec.engine.interrupts import interrupts_wait
 from hybridspec.engine.memory import check_sizes, plan_pools
 from hybridspec.engine.request import Request, RequestGroup
-from hybridspec.engine.rules import check_params, counted_logprobs, make_rules
+from hybridspec.engine.rules import check_params, counted_logprobs, make_options
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
 from hybridspec.engine.text import Text
@@ -36,12 +36,15 @@ from hybridspec.models import (
     load_tokenizer,
 )
 from hybridspec.models.generation import end_token_ids
-from hybridspec.runtime import Allocator, Pools
-from hybridspec.speculate import Drafter
+from hybridspec.ops.accept import RequestTable
+from hybridspec.runtime import Allocator, Pools, SamplingPool
+from hybridspec.speculate import Decoder, ListDrafter
 
 __all__ = ["Engine", "model_folder"]
 
 _log = logging.getLogger("hybridspec")
+
+PENALTY_ROWS = 64  # requests with penalties at a time, on a device; more of them wait
 
 
 def model_folder(
@@ -72,7 +75,7 @@ class Engine:
     Args:
         folder: model folder in Hugging Face layout.
         config: options; "auto" and None are resolved here, into `self.config`.
-        drafter: proposes tokens in place of what `config` names.
+        drafter: proposes lists of tokens in place of what `config` names; every step waits for it.
         on_progress: called with the bytes of weights read so far and those of all files.
     """
 
@@ -83,7 +86,7 @@ class Engine:
         folder: Path,
         config: EngineConfig,
         *,
-        drafter: Drafter | None = None,
+        drafter: ListDrafter | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         self.folder = folder
@@ -149,24 +152,38 @@ class Engine:
             max_slots=pool_plan.max_slots,
             has_clean_values="fa3" in (verify_backend, prefill_backend),
         )
-        self.scheduler = Scheduler(self.allocator, self.config.max_num_batched_tokens)
-        if drafter is None:
-            drafter = make_drafter(self.config, self.model, self.pools)
-        self.runner = Runner(
-            self.model,
-            self.pools,
-            drafter,
-            draft_tokens=self.config.draft_tokens,
-            verify_rows=self.config.verify_rows,
-        )
+        self.runner = Runner(self._decoder(drafter), verify_rows=self.config.verify_rows)
+        self.scheduler = Scheduler(self.allocator, self.runner, self.config.max_num_batched_tokens)
+        # On a device the next step is launched before the outcome of the last one is read.
+        self.run_ahead = 1 if self.pools.device.type == "cuda" else 0
         self._ids = itertools.count()
         self.lock = threading.Lock()
         self._inbox: deque[Request] = deque()
         self._dropped: deque[Request] = deque()
 
+    def _decoder(self, drafter: ListDrafter | None) -> Decoder:
+        """Put together what steps work on."""
+        pools = self.pools
+        return Decoder(
+            model=self.model,
+            pools=pools,
+            requests=RequestTable.create(
+                num_slots=pools.num_slots,
+                num_drafts=self.config.draft_tokens,
+                device=pools.device,
+            ),
+            sampling=SamplingPool(
+                pools.num_slots,
+                self.model.config.vocab_size,
+                num_count_rows=min(pools.num_slots, PENALTY_ROWS),
+                device=pools.device,
+            ),
+            drafter=make_drafter(self.config, self.model, pools, drafter),
+        )
+
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox) or self.scheduler.has_work
+        return bool(self._inbox or self.runner.launched) or self.scheduler.has_work
 
     def make_request(
         self,
@@ -216,7 +233,7 @@ class Engine:
             # The text leaves special tokens out, so it would never hold theirs.
             special = {self.tokenizer.special_id(text) for text in params.stop}
             ends |= frozenset(token for token in special if token is not None)
-        rules = make_rules(
+        options = make_options(
             params, ids, ends, vocab_size=vocab, tokenizer=self.tokenizer, seeds=self._seeds
         )
         group = RequestGroup(
@@ -230,8 +247,8 @@ class Engine:
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         requests = [
-            Request(group=group, rule=rule, index=index, text=self._text(params))
-            for index, rule in enumerate(rules)
+            Request(group=group, options=one, index=index, text=self._text(params))
+            for index, one in enumerate(options)
         ]
         if len(requests) > 1:
             group.requests += requests
@@ -319,11 +336,14 @@ class Engine:
         try:
             if scheduler.prefilling:
                 self.runner.prefill(scheduler.prefill_chunks())
+                self.runner.collect(self.run_ahead)
                 scheduler.settle()
             if scheduler.running:
                 self.runner.decode(scheduler.running)
-                scheduler.settle()
+            self.runner.collect(self.run_ahead if scheduler.running else 0)
+            scheduler.settle()
         except BaseException as error:
+            self.runner.launched.clear()
             for request in [*scheduler.prefilling, *scheduler.running]:
                 self.abort(request, _lost_to(error))
             raise

@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +99,7 @@ class StepGraphs:
         rows = size * (self.decoder.requests.most_drafts + 1)
         return rows if self.verify_rows is None else min(rows, max(self.verify_rows, size))
 
-    def _capture(self, size: int, pool: tuple[int, int]) -> _Captured:
+    def _capture(self, size: int, pool: Any) -> _Captured:
         decoder, device = self.decoder, self.decoder.pools.device
         num_rows = self.num_rows(size)
         lanes = torch.full((size,), -1, dtype=torch.int32, device=device)

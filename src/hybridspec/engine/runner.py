@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from hybridspec.engine.request import Request
-from hybridspec.engine.rules import ChoiceRule
 from hybridspec.ops.accept import RequestTable, StepResult, Taken
+from hybridspec.ops.sampling import NO_TOKEN
 from hybridspec.ops.verify_plan import Step
-from hybridspec.runtime import SamplingPool
 from hybridspec.speculate import (
     Asks,
     Decoder,
@@ -58,16 +57,12 @@ class Runner:
 
     Attributes:
         decoder: model and memories.
-        sampling: space for the parameters of admitted requests.
         verify_rows: most rows of a verify step over all requests; None verifies every draft.
         launched: steps whose outcome was not read yet, oldest first.
     """
 
-    def __init__(
-        self, decoder: Decoder, sampling: SamplingPool, *, verify_rows: int | None
-    ) -> None:
+    def __init__(self, decoder: Decoder, *, verify_rows: int | None) -> None:
         self.decoder = decoder
-        self.sampling = sampling
         self.verify_rows = verify_rows
         self.launched: deque[_Launch] = deque()
         self._steps: dict[tuple[int, int], Step] = {}
@@ -83,10 +78,9 @@ class Runner:
         assert slot is not None
         if decoder.requests.is_done.shape[0] <= pools.num_slots:
             decoder.requests = decoder.requests.resized(pools.num_slots)
-            self.sampling.grow_slots(pools.num_slots)
-        if not self.sampling.write(slot, request.rule):
+            self.decoder.sampling.grow(pools.num_slots)
+        if not self.decoder.sampling.write(slot, request.options, prompt=request.prompt_token_ids):
             return False
-        decoder.sampling = self.sampling.table
         requests, size = decoder.requests, pools.page_size
         prompt = torch.tensor(request.prompt_token_ids, dtype=torch.int32)
         pages = pools.page_table[slot, : -(-len(prompt) // size)].long()
@@ -103,7 +97,7 @@ class Runner:
 
     def release(self, slot: int) -> None:
         """Give back the space that `admit` took."""
-        self.sampling.release(slot)
+        self.decoder.sampling.release(slot)
 
     def prefill(self, chunks: Sequence[tuple[Request, int]]) -> None:
         """Process the next prompt rows of some requests; those at their end get a first token."""
@@ -119,7 +113,14 @@ class Runner:
             request.num_prefilled += rows
             if request.num_prefilled == len(request.prompt_token_ids):
                 complete.append(b)
-        step = self._prompt_step(requests, lengths, spans)
+        fed = [t for span, rows in zip(spans, lengths, strict=True) for t in span[:rows]]
+        step = Step.of_rows(
+            [slot for request in requests if (slot := request.slot) is not None],
+            lengths,
+            [request.num_prefilled - rows for request, rows in chunks],
+            self._upload(fed, torch.int64),
+            is_prefill=True,
+        )
         following = [
             t for span, rows in zip(spans, lengths, strict=True) for t in _next(span, rows)
         ]
@@ -128,36 +129,11 @@ class Runner:
             step,
             self._upload(following, torch.int64),
             self._upload(complete, torch.int64),
-            self._asks([requests[b].rule for b in complete]),
+            self._asks([requests[b] for b in complete]),
         )
         self._report_prompts(requests, hidden, spans, lengths)
         if outcome is not None:
             self._launch([requests[b] for b in complete], outcome, started, is_prefill=True)
-
-    def _prompt_step(
-        self, requests: Sequence[Request], lengths: list[int], spans: Sequence[Sequence[int]]
-    ) -> Step:
-        """Lay out the next prompt rows of some requests."""
-        starts = [request.num_prefilled - n for request, n in zip(requests, lengths, strict=True)]
-        bounds, positions = [0], []
-        for start, length in zip(starts, lengths, strict=True):
-            bounds.append(bounds[-1] + length)
-            positions.extend(range(start, start + length))
-        fed = [t for span, rows in zip(spans, lengths, strict=True) for t in span[:rows]]
-        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        return Step(
-            cu_seqlens=self._upload(bounds),
-            num_verify_tokens=self._upload(lengths),
-            kv_len=self._upload(ends),
-            slots=self._upload([request.slot for request in requests]),
-            is_fold=self._upload([0] * len(lengths), torch.int8),
-            token_ids=self._upload(fed, torch.int64),
-            positions=self._upload(positions, torch.int64),
-            sources=self._upload([]),
-            workspace=self._upload([]),
-            max_seqlen=max(lengths),
-            is_prefill=True,
-        )
 
     def _report_prompts(
         self,
@@ -169,13 +145,15 @@ class Runner:
         """Add log-probabilities of prompt tokens: row i of a span says how likely token i+1 was."""
         start = 0
         for request, span, rows in zip(requests, spans, lengths, strict=True):
-            count, found = request.params.prompt_logprobs, request.prompt_logprobs
-            if count is not None and found is not None:
+            count = request.params.prompt_logprobs
+            if count is not None and request.index == 0:
                 for first in range(0, len(span) - 1, _ROWS_WITH_LOGITS):
                     tokens = span[first + 1 : first + 1 + _ROWS_WITH_LOGITS]
                     some = hidden[start + first : start + first + len(tokens)]
                     logits = self.decoder.model.logits(some)
-                    found += report_logprobs(logits, tokens, [count] * len(tokens))
+                    request.group.add_prompt_reports(
+                        report_logprobs(logits, tokens, [count] * len(tokens))
+                    )
             start += rows
 
     def decode(self, requests: Sequence[Request]) -> None:
@@ -185,7 +163,7 @@ class Runner:
         """
         started = time.perf_counter()
         decoder, count = self.decoder, len(requests)
-        slots = [request.slot for request in requests]
+        slots = [slot for request in requests if (slot := request.slot) is not None]
         if slots != self._lanes[0]:
             self._lanes = (slots, self._upload(slots))
         lanes = self._lanes[1]
@@ -199,7 +177,7 @@ class Runner:
             lanes,
             self._step(count, num_rows),
             num_rows=num_rows,
-            asks=self._asks([request.rule for request in requests]),
+            asks=self._asks(requests),
         )
         self._launch(list(requests), outcome, started, is_prefill=False)
 
@@ -223,20 +201,26 @@ class Runner:
     ) -> None:
         """Hand a request its tokens and post what the step added."""
         tokens, report = taken.tokens, launch.outcome.report
-        count = request.rule.num_logprobs
+        count = request.params.logprobs
         reports: list[TokenLogprobs] | None = None
         if report is not None and count is not None:
             reports = report.read(tokens, [count] * len(tokens), first)
         if taken.done == RequestTable.DONE_BY_NAN:
-            tokens = [*tokens, NO_TOKEN]
-        num_taken = request.extend(tokens, reports)
+            tokens, reports = [*tokens, NO_TOKEN], None if reports is None else [*reports, {}]
+        num_taken = request.take(tokens, reports)
+        stats = request.stats
         if launch.is_prefill:
-            request.stats.prefill_s = time.perf_counter() - request.admitted_at
-            request.post(["prefill"] * num_taken, taken)
+            stats.prefill_s = time.perf_counter() - request.admitted_at
+            request.post(["prefill"] * num_taken, [], 0, False)
             return
-        request.stats.add_step(num_taken, taken, elapsed)
+        stats.committed_per_step.append(num_taken)
+        stats.drafted_per_step.append(len(taken.drafts))
+        stats.accepted_per_step.append(taken.num_accepted)
+        stats.folds += taken.is_fold
+        stats.decode_s += elapsed
         last = "bonus" if taken.num_accepted == len(taken.drafts) else "recovered"
-        request.post((["accepted"] * taken.num_accepted + [last])[:num_taken], taken)
+        origins = (["accepted"] * taken.num_accepted + [last])[:num_taken]
+        request.post(origins, taken.drafts, taken.history_len, taken.is_fold)
 
     def _launch(
         self, requests: list[Request], outcome: Outcome, started: float, *, is_prefill: bool
@@ -256,12 +240,15 @@ class Runner:
             )
         )
 
-    def _asks(self, rules: Sequence[ChoiceRule]) -> Asks:
-        counts = [rule.num_logprobs for rule in rules if rule.num_logprobs is not None]
+    def _asks(self, requests: Sequence[Request]) -> Asks:
+        counts = [r.params.logprobs for r in requests if r.params.logprobs is not None]
+        slots = [request.slot for request in requests if request.slot is not None]
+        is_large = any(self.decoder.sampling.needs_eager(slot) for slot in slots)
         return Asks(
-            uses=self.sampling.uses([rule.slot for rule in rules]),
+            uses=self.decoder.sampling.uses(slots),
             num_logprobs=max(counts, default=None),
             has_confidences=self.verify_rows is not None,
+            overflow=self.decoder.sampling.overflow if is_large else None,
         )
 
     def _step(self, num_requests: int, num_rows: int) -> Step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridspec.speculate.decoder import Asks, Decoder, Drafter, Outcome
-from hybridspec.speculate.draft import Draft, DraftsFromLists, ListDrafter, MtpDrafter
+from hybridspec.speculate.draft import Draft, DraftsFromLists, ListDrafter, MtpDrafter, NoDrafter
 from hybridspec.speculate.logprobs import (
     Logprob,
     LogprobReport,
@@ -24,6 +24,7 @@ __all__ = [
     "LogprobReport",
     "LookupDrafter",
     "MtpDrafter",
+    "NoDrafter",
     "Outcome",
     "TokenLogprobs",
     "decode_step",

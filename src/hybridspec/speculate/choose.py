@@ -41,16 +41,28 @@ def choose_tokens(
     Returns:
         Token ids [N], int64; -1 where nothing can be chosen (`hybridspec.ops.sampling.choose`).
     """
-    pools = decoder.pools
+    pools, drafts, mask = decoder.pools, decoder.requests.drafts, None
+    if asks.overflow is not None:
+        rows = zip(slots.tolist(), offsets.tolist(), strict=True)
+        mask = asks.overflow(
+            logits,
+            [
+                (slot, [*decoder.history(slot, seq_len), *drafts[slot, :ahead].tolist()])
+                if slot >= 0
+                else (slot, [])
+                for slot, ahead in rows
+            ],
+        )
     return choose(
         logits,
         slots,
         offsets,
-        decoder.sampling,
+        decoder.sampling.table,
         seq_len,
-        decoder.requests.drafts,
+        drafts,
         pools.token_pages,
         pools.page_table,
+        mask=mask,
         uses=asks.uses,
     )
 
@@ -70,10 +82,10 @@ def choose_and_accept(
     Returns:
         The tokens [N], int64, and what was accepted.
     """
-    requests, sampling = decoder.requests, decoder.sampling
+    requests, sampling = decoder.requests, decoder.sampling.table
     logits = decoder.model.logits(hidden)
     raw = None if asks.num_logprobs is None else logits.clone()  # choosing may edit them
-    width = requests.most_drafts + 1
+    width = step.max_seqlen
     owner = torch.div(step.sources, width, rounding_mode="floor")
     slots = torch.where(owner >= 0, step.slots[owner], -1)
     chosen = choose_tokens(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,12 +10,14 @@ from torch import Tensor
 
 from hybridspec.models import HybridModel
 from hybridspec.ops.accept import RequestTable, StepResult, TokenLog
-from hybridspec.ops.sampling import ChoiceUses, SamplingTable
+from hybridspec.ops.sampling import SamplingUses
 from hybridspec.ops.verify_plan import Step
-from hybridspec.runtime import Pools
+from hybridspec.runtime import Pools, SamplingPool
 from hybridspec.speculate.logprobs import LogprobReport
 
 __all__ = ["Asks", "Decoder", "Drafter", "Outcome"]
+
+Overflow = Callable[[Tensor, Sequence[tuple[int, Sequence[int]]]], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +28,15 @@ class Asks:
         uses: parts of choosing a token.
         num_logprobs: most likely tokens to report beside the chosen ones; None reports nothing.
         has_confidences: whether the drafter says how sure it is.
+        overflow: what the table of sampling parameters cannot hold: called with logits and, for
+            each row, its slot and the tokens in front of it; may edit the logits, and returns a
+            mask for `choose` or None. A step that has it waits for the host.
     """
 
-    uses: ChoiceUses
+    uses: SamplingUses
     num_logprobs: int | None = None
     has_confidences: bool = False
+    overflow: Overflow | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +80,26 @@ class Decoder:
         pools: the logs of all requests, and their cursors.
         requests: newest tokens, drafts and limits of all slots.
         sampling: how each slot's tokens are chosen.
-        drafter: proposes tokens; None decodes without drafts.
+        drafter: proposes tokens.
     """
 
     model: HybridModel
     pools: Pools
     requests: RequestTable
-    sampling: SamplingTable
-    drafter: Drafter | None
+    sampling: SamplingPool
+    drafter: Drafter
+
+    def history(self, slot: int, seq_len: Tensor) -> list[int]:
+        """Read a slot's tokens up to the newest from the log; on a device this waits.
+
+        Args:
+            slot: which.
+            seq_len: position of the newest token of each slot, [S] int32.
+        """
+        pools = self.pools
+        length = int(seq_len[slot]) + 1
+        pages = pools.page_table[slot, : -(-length // pools.page_size)].long()
+        return pools.token_pages[pages].flatten()[:length].tolist()
 
     def log(self, seq_len: Tensor) -> TokenLog:
         """Return the token log with its newest tokens at these positions, [S] int32."""

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from hybridspec.models import HybridModel
 from hybridspec.ops.verify_plan import Step
-from hybridspec.runtime import Pools
+from hybridspec.runtime import KvMemory, Pools
 from hybridspec.speculate.choose import choose_tokens
 from hybridspec.speculate.decoder import Asks, Decoder
 
-__all__ = ["Draft", "DraftsFromLists", "ListDrafter", "MtpDrafter", "wanted_drafts"]
+__all__ = ["Draft", "DraftsFromLists", "ListDrafter", "MtpDrafter", "NoDrafter", "wanted_drafts"]
 
 
 def wanted_drafts(decoder: Decoder, slots: Tensor) -> Tensor:
@@ -35,17 +35,38 @@ def wanted_drafts(decoder: Decoder, slots: Tensor) -> Tensor:
     return torch.where((slots >= 0) & (requests.is_done[slots] == 0), wanted, 0)
 
 
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
+        """Return what came; arguments as in `Drafter`."""
+        return hidden
+
+    def propose(self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks) -> None:
+        """Do nothing; arguments as in `Drafter`."""
+
+
 class MtpDrafter:
     """Drafts with one multi-token-prediction layer, fed its own outputs.
 
     Attributes:
-        model: the target model, which owns the head, the embedding and the LM head.
+        model: the target model, which owns the embedding and the LM head.
+        head: the draft head.
         pools: the memories, the head's among them.
     """
 
     def __init__(self, model: HybridModel, pools: Pools) -> None:
+        assert model.mtp is not None
         self.model = model
+        self.head = model.mtp
         self.pools = pools
+
+    @property
+    def memory(self) -> KvMemory:
+        """The head's pages and the cursors of the target, which it follows."""
+        memory = self.pools.head_memory
+        assert memory is not None
+        return memory
 
     def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """Run the head over rows of the target.
@@ -58,18 +79,15 @@ class MtpDrafter:
         Returns:
             The head's hidden states [N, D].
         """
-        head = self.model.mtp
-        assert head is not None
-        return head.forward(next_tokens, hidden, step, self.pools.head_memory)
+        return self.head.forward(next_tokens, hidden, step, self.memory)
 
     def propose(self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks) -> None:
         """Propose tokens one after the other and store them; arguments as in `Drafter`."""
-        head, requests, pools = self.model.mtp, decoder.requests, self.pools
-        assert head is not None
+        requests, pools = decoder.requests, self.pools
         wanted = wanted_drafts(decoder, slots)
         requests.num_drafts[slots] = wanted
         hidden, cursor = last_hidden, pools.seq_len.clone()
-        memory = replace(pools.head_memory, seq_len=cursor)
+        memory = replace(self.memory, seq_len=cursor)
         for j in range(requests.most_drafts):
             if not slots.is_cuda:  # the shapes of a device are fixed; here dead rows cost time
                 keep = wanted > j
@@ -89,7 +107,7 @@ class MtpDrafter:
                 requests.confidences[live, j] = probs.gather(1, tokens[:, None])[:, 0]
             if j + 1 < requests.most_drafts:
                 step = _single_rows(torch.where(wanted > j + 1, live, -1), cursor)
-                hidden = head.forward(tokens, hidden, step, memory)
+                hidden = self.head.forward(tokens, hidden, step, memory)
                 cursor += 1
 
 
@@ -97,11 +115,14 @@ def _single_rows(slots: Tensor, cursor: Tensor) -> Step:
     """Lay out one row per request, at its cursor; -1 is nobody's."""
     count, device = slots.shape[0], slots.device
     step = Step.create(max_requests=count, max_rows=count, max_drafts=0, device=device)
-    torch.arange(count + 1, out=step.cu_seqlens)
-    step.num_verify_tokens.fill_(1)
     position = torch.where(slots >= 0, cursor[slots], 0)
     return replace(
-        step, slots=slots, positions=position.long(), kv_len=position + 1, max_seqlen=1
+        step,
+        cu_seqlens=torch.arange(count + 1, dtype=torch.int32, device=device),
+        num_verify_tokens=torch.ones_like(slots),
+        slots=slots,
+        positions=position.long(),
+        kv_len=position + 1,
     )
 
 
@@ -156,7 +177,7 @@ class DraftsFromLists:
         requests.num_drafts[slots] = 0
         drafts = self.inner.propose(
             [numbers[b] for b in asking],
-            [_history(decoder, numbers[b]) for b in asking],
+            [array("i", decoder.history(numbers[b], decoder.pools.seq_len)) for b in asking],
             [wanted[b] for b in asking],
             has_confidences=asks.has_confidences,
         )
@@ -169,11 +190,3 @@ class DraftsFromLists:
                 sure = (draft.confidences + [0.0] * count)[:count]
                 requests.confidences[slot, :count] = torch.tensor(sure).to(slots.device)
             requests.num_drafts[slot] = count
-
-
-def _history(decoder: Decoder, slot: int) -> array[int]:
-    """Read the prompt and output of a slot from the token log."""
-    pools = decoder.pools
-    length = int(pools.seq_len[slot]) + 1
-    pages = pools.page_table[slot, : -(-length // pools.page_size)].long()
-    return array("i", pools.token_pages[pages].flatten()[:length].tolist())

@@ -7,6 +7,8 @@ what the step before it brought.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ def decode_step(
         ring_start=pools.ring_start,
         num_rows=num_rows,
         num_drafts=requests.num_drafts[lanes],
-        max_window=pools.max_window,
+        max_window=pools.specs.options.max_window,
         plan=step,
     )
 
@@ -59,7 +61,7 @@ def decode_step(
     # Absorb: the draft head sees every row; what it writes for rejected ones lies past its cursor.
     num_committed = outcome.result.num_committed
     last = (step.cu_seqlens[:-1] + (num_committed - 1).clamp(min=0)).long()
-    head_hidden = drafter.absorb(chosen.clamp(min=0), hidden, step)[last] if drafter else None
+    head_hidden = drafter.absorb(chosen.clamp(min=0), hidden, step)[last]
 
     # Commit: every cursor moves over the committed rows. Nothing else does.
     commit(
@@ -70,12 +72,11 @@ def decode_step(
         step.is_fold,
         step.num_verify_tokens,
         num_committed,
-        ring_capacity=pools.ring_capacity,
+        ring_capacity=pools.specs.options.ring_capacity,
     )
 
     # Propose and store: the drafts of the next step.
-    if drafter is not None:
-        drafter.propose(decoder, head_hidden, slots, asks)
+    drafter.propose(decoder, head_hidden, slots, asks)
     return outcome
 
 
@@ -104,24 +105,25 @@ def prefill_step(
         newest = pools.seq_len.clone()
         newest[slots] = step.kv_len[complete] - 1
         chosen, outcome = choose_and_accept(
-            decoder, hidden[last], _one_row_each(slots, decoder), asks, seq_len=newest
+            decoder, hidden[last], _one_row_each(slots), asks, seq_len=newest
         )
         next_tokens[last] = chosen.clamp(min=0)
-    head_hidden = drafter.absorb(next_tokens, hidden, step) if drafter else None
+    head_hidden = drafter.absorb(next_tokens, hidden, step)
     advance(pools.seq_len, step.slots, step.num_verify_tokens)
-    if drafter is not None and complete.shape[0]:
+    if complete.shape[0]:
         drafter.propose(decoder, head_hidden[last], slots, asks)
     return hidden, outcome
 
 
-def _one_row_each(slots: Tensor, decoder: Decoder) -> Step:
-    """Lay out one row per request, as `choose_and_accept` looks at it."""
-    count, most = slots.shape[0], decoder.requests.most_drafts
-    step = Step.create(
-        max_requests=count, max_rows=count, max_drafts=most, device=decoder.pools.device
+def _one_row_each(slots: Tensor) -> Step:
+    """Lay out one row per request, as far as `choose_and_accept` looks at it."""
+    count = slots.shape[0]
+    step = Step.create(max_requests=count, max_rows=count, max_drafts=0, device=slots.device)
+    rows = torch.arange(count + 1, dtype=torch.int32, device=slots.device)
+    return replace(
+        step,
+        cu_seqlens=rows,
+        sources=rows[:count],
+        slots=slots,
+        num_verify_tokens=torch.ones_like(slots),
     )
-    torch.arange(count + 1, out=step.cu_seqlens)
-    torch.arange(0, count * (most + 1), most + 1, out=step.sources)
-    step.num_verify_tokens.fill_(1)
-    step.slots.copy_(slots)
-    return step

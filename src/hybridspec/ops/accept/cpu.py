@@ -27,7 +27,7 @@ def accept_rows(
     most, lengths = requests.most_drafts, history_len.tolist()
     live = [b for b, slot in enumerate(slots) if slot >= 0 and num_rows[b] > 0]
     index = [slots[b] for b in live]
-    drafts = dict(zip(live, requests.drafts[index].tolist(), strict=True))
+    drafts = dict(zip(live, requests.next_tokens[index, 1:].tolist(), strict=True))
     last = dict(zip(live, requests.last_position[index].tolist(), strict=True))
     is_end = _EndTest(ends, slots, live)
     packed = [[0] * StepResult.NUM_HEAD + [-1] * (most + 1) + [0] * most for _ in slots]

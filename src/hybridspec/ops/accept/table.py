@@ -88,8 +88,8 @@ class RequestTable:
 
     @property
     def drafts(self) -> Tensor:
-        """The drafts of every slot, [S+1, k] int64, a view."""
-        return self.next_tokens[:, 1:]
+        """The drafts of every slot, [S, k] int64, a view."""
+        return self.next_tokens[:-1, 1:]
 
     @property
     def nbytes(self) -> int:

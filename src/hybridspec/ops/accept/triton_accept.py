@@ -83,7 +83,7 @@ def accept_kernel(
             tl.debug_barrier()  # the same token may follow
 
         word = tl.load(end_bits_ptr + slot * words + token // 32, mask=is_taken, other=0)
-        is_end = is_taken & (position >= ends_from) & ((word >> (token % 32).to(tl.int32)) & 1 == 1)
+        is_end = is_taken & (position >= ends_from) & ((word >> (token % 32)) & 1 == 1)
         ended = tl.where(is_end, 1, tl.where(position >= last, 2, 0))
         reason = tl.where(is_taken, ended, tl.where(token < 0, 3, 0))
         done = tl.where(is_row & (done == 0), reason, done)
