@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from hybridspec.errors import UnsupportedError
 from hybridspec.values import flag, integer, listed, number, optional_integer, optional_text, shown
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "DTYPES",
     "KV_LAYOUTS",
     "MAX_DRAFT_TOKENS",
-    "NOT_ACTED_ON_YET",
     "STATE_DTYPES",
     "EngineConfig",
     "SamplingParams",
@@ -29,12 +27,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 STATE_DTYPES = (*DTYPES, "int8")
 DRAFTERS = ("auto", "mtp", "lookup", "none")
 KV_LAYOUTS = ("paged", "contiguous")
-# Parameters that are understood and checked, but that no engine carries out.
-NOT_ACTED_ON_YET = frozenset(
-    {
-        "allowed_token_ids",
-    }
-)
 ATTENTION_BACKENDS = ("auto", "triton", "fa3", "reference")
 
 
@@ -83,8 +75,6 @@ class SamplingParams:
         truncate_prompt_tokens: keep only so many tokens of the prompt, the last ones; -1 keeps what
             fits the context with max_tokens new ones behind it.
 
-    Raises:
-        UnsupportedError: for a parameter in NOT_ACTED_ON_YET that is not its default.
     """
 
     temperature: float = 1.0
@@ -146,8 +136,6 @@ class SamplingParams:
             value = getattr(self, field.name)
             if isinstance(field.default, bool):
                 flag(field.name, value)
-            if field.name in NOT_ACTED_ON_YET and value != field.default:
-                raise UnsupportedError(f"{field.name}: not implemented, got {shown(value)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens: expected at most max_tokens ({self.max_tokens}), "

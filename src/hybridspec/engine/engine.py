@@ -333,6 +333,7 @@ class Engine:
         scheduler = self.scheduler
         self._take_in()
         scheduler.admit()
+        self.runner.fit_tables()
         try:
             if scheduler.prefilling:
                 self.runner.prefill(scheduler.prefill_chunks())

@@ -76,9 +76,7 @@ class Runner:
         """
         decoder, pools, slot = self.decoder, self.decoder.pools, request.slot
         assert slot is not None
-        if decoder.requests.is_done.shape[0] <= pools.num_slots:
-            decoder.requests = decoder.requests.resized(pools.num_slots)
-            self.decoder.sampling.grow(pools.num_slots)
+        self.fit_tables()
         if not self.decoder.sampling.write(slot, request.options, prompt=request.prompt_token_ids):
             return False
         requests, size = decoder.requests, pools.page_size
@@ -94,6 +92,13 @@ class Runner:
         requests.num_drafts[slot] = 0
         requests.is_done[slot] = 0
         return True
+
+    def fit_tables(self) -> None:
+        """Give the tables as many slots as the pools have, which grow and shrink on a CPU."""
+        decoder, num_slots = self.decoder, self.decoder.pools.num_slots
+        if decoder.requests.num_slots != num_slots:
+            decoder.requests = decoder.requests.resized(num_slots)
+            decoder.sampling.resize(num_slots)
 
     def release(self, slot: int) -> None:
         """Give back the space that `admit` took."""

@@ -86,43 +86,49 @@ class MtpDrafter:
         requests, pools = decoder.requests, self.pools
         wanted = wanted_drafts(decoder, slots)
         requests.num_drafts[slots] = wanted
-        hidden, cursor = last_hidden, pools.seq_len.clone()
+        counts = None if slots.is_cuda else wanted.tolist()
+        hidden, tokens, cursor = last_hidden, slots, pools.seq_len.clone()
         memory = replace(self.memory, seq_len=cursor)
         for j in range(requests.most_drafts):
-            if not slots.is_cuda:  # the shapes of a device are fixed; here dead rows cost time
-                keep = wanted > j
-                if not keep.all():
-                    slots, wanted, hidden = slots[keep], wanted[keep], hidden[keep]
-                if slots.shape[0] == 0:
+            if counts is not None and min(counts, default=0) <= j:
+                # The shapes of a device are fixed; here dead rows cost time.
+                keep = [b for b, count in enumerate(counts) if count > j]
+                counts = [counts[b] for b in keep]
+                if not keep:
                     return
-            live = torch.where(wanted > j, slots, -1)
+                slots, hidden, tokens = slots[keep], hidden[keep], tokens[keep]
+            live = slots if counts is not None else torch.where(wanted > j, slots, -1)
+            if j > 0:
+                hidden = self.head.forward(tokens, hidden, _single_rows(live, cursor), memory)
+                cursor += 1
             logits = self.model.logits(hidden)
             probs = torch.softmax(logits, -1) if asks.has_confidences else None
-            offsets = torch.full_like(live, j)
             tokens = choose_tokens(
-                decoder, logits, live, offsets, asks, seq_len=pools.seq_len
-            ).clamp(min=0)
-            requests.next_tokens[live, 1 + j] = tokens
+                decoder, logits, live, torch.full_like(live, j), asks, seq_len=pools.seq_len
+            ).clamp_(min=0)
+            requests.next_tokens[:, 1 + j][live] = tokens
             if probs is not None:
-                requests.confidences[live, j] = probs.gather(1, tokens[:, None])[:, 0]
-            if j + 1 < requests.most_drafts:
-                step = _single_rows(torch.where(wanted > j + 1, live, -1), cursor)
-                hidden = self.head.forward(tokens, hidden, step, memory)
-                cursor += 1
+                requests.confidences[:, j][live] = probs.gather(1, tokens[:, None])[:, 0]
 
 
 def _single_rows(slots: Tensor, cursor: Tensor) -> Step:
     """Lay out one row per request, at its cursor; -1 is nobody's."""
-    count, device = slots.shape[0], slots.device
-    step = Step.create(max_requests=count, max_rows=count, max_drafts=0, device=device)
-    position = torch.where(slots >= 0, cursor[slots], 0)
-    return replace(
-        step,
-        cu_seqlens=torch.arange(count + 1, dtype=torch.int32, device=device),
+    position = cursor[slots]
+    if slots.is_cuda:
+        position = torch.where(slots >= 0, position, 0)
+    rows = torch.arange(slots.shape[0] + 1, dtype=torch.int32, device=slots.device)
+    return Step(
+        cu_seqlens=rows,
         num_verify_tokens=torch.ones_like(slots),
-        slots=slots,
-        positions=position.long(),
         kv_len=position + 1,
+        slots=slots,
+        is_fold=torch.zeros_like(slots, dtype=torch.int8),
+        token_ids=rows,  # the head is given its tokens apart
+        positions=position.long(),
+        sources=rows,
+        workspace=rows,
+        max_seqlen=1,
+        is_prefill=False,
     )
 
 

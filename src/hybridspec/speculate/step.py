@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops.ring import advance, commit
-from hybridspec.ops.verify_plan import Step, plan_step
+from hybridspec.ops.verify_plan import Step
 from hybridspec.speculate.choose import choose_and_accept
 from hybridspec.speculate.decoder import Asks, Decoder, Outcome
+from hybridspec.speculate.plan import plan_rows
 
 __all__ = ["decode_step", "prefill_step"]
 
@@ -35,22 +36,10 @@ def decode_step(
     Returns:
         What the step did, on the device.
     """
-    pools, requests, drafter = decoder.pools, decoder.requests, decoder.drafter
+    pools, drafter = decoder.pools, decoder.drafter
 
     # Plan: which rows of which requests. One that is done has none.
-    slots = torch.where(requests.is_done[lanes] == 0, lanes, -1)
-    plan_step(
-        requests.confidences[lanes],
-        requests.next_tokens[lanes],
-        slots,
-        pools.seq_len,
-        pools.history_len,
-        ring_start=pools.ring_start,
-        num_rows=num_rows,
-        num_drafts=requests.num_drafts[lanes],
-        max_window=pools.specs.options.max_window,
-        plan=step,
-    )
+    slots = plan_rows(decoder, lanes, step, num_rows=num_rows)
 
     # Forward: every row is appended to the logs of its request, past the cursors.
     hidden = decoder.model.forward(step, pools.memories)

@@ -70,32 +70,20 @@ def accept_rows(
     Numerics:
         Integers only.
     """
-    dims: Dims = {}
-    for name, tensor, spec, dtype in (
-        ("chosen", chosen, "N", torch.int64),
-        ("num_verify_tokens", num_verify_tokens, "B", torch.int32),
-        ("slots", slots, "B", torch.int32),
-        ("is_fold", is_fold, "B", torch.int8),
-        ("history_len", history_len, "S", torch.int32),
-        ("ends_from", ends_from, "S", torch.int32),
-        ("count_row", count_row, "S", torch.int32),
-        ("end_bits", end_bits, "S words", torch.int32),
-        ("counts", counts, "C V", torch.int16),
-    ):
-        check(name, tensor, spec, dims)
-        check_dtype(name, tensor, dtype)
-    if cu_seqlens.shape != (dims["B"] + 1,):
-        raise ValueError(
-            f"cu_seqlens: expected shape [{dims['B'] + 1}], got {list(cu_seqlens.shape)}"
-        )
+    batch = (cu_seqlens, num_verify_tokens, slots, is_fold)
+    _check(chosen, *batch, history_len, ends_from, count_row, end_bits, counts)
     if result is None:
         result = StepResult.create(
-            num_requests=dims["B"], num_drafts=requests.most_drafts, device=chosen.device
+            num_requests=slots.shape[0], num_drafts=requests.most_drafts, device=chosen.device
         )
-    check("result", result.packed, f"B {StepResult.width(requests.most_drafts)}", dims)
+    width = StepResult.width(requests.most_drafts)
+    if result.packed.shape != (slots.shape[0], width):
+        raise ValueError(
+            f"result: expected shape [{slots.shape[0]}, {width}], got {list(result.packed.shape)}"
+        )
     _op(
         chosen,
-        [cu_seqlens, num_verify_tokens, slots, is_fold],
+        list(batch),
         history_len,
         requests.tensors(),
         log.token_pages,
@@ -107,6 +95,37 @@ def accept_rows(
         backend,
     )
     return result
+
+
+_ARGUMENTS = (
+    ("chosen", "N", torch.int64),
+    ("cu_seqlens", "offsets", torch.int32),
+    ("num_verify_tokens", "B", torch.int32),
+    ("slots", "B", torch.int32),
+    ("is_fold", "B", torch.int8),
+    ("history_len", "S", torch.int32),
+    ("ends_from", "S", torch.int32),
+    ("count_row", "S", torch.int32),
+    ("end_bits", "S words", torch.int32),
+    ("counts", "C V", torch.int16),
+)
+_seen: set[tuple[object, ...]] = set()  # shapes and dtypes that were found right
+_MOST_SEEN = 4096
+
+
+def _check(*tensors: Tensor) -> None:
+    signature = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+    if signature in _seen:
+        return
+    dims: Dims = {}
+    for (name, spec, dtype), tensor in zip(_ARGUMENTS, tensors, strict=True):
+        check(name, tensor, spec, dims)
+        check_dtype(name, tensor, dtype)
+    if dims["offsets"] != dims["B"] + 1:
+        raise ValueError(f"cu_seqlens: expected shape [{dims['B'] + 1}], got [{dims['offsets']}]")
+    if len(_seen) >= _MOST_SEEN:
+        _seen.clear()
+    _seen.add(signature)
 
 
 def _explain(chosen: Tensor, slots: Tensor) -> str | None:

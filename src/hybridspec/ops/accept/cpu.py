@@ -1,4 +1,7 @@
-"""The CPU's backend: reads the few numbers of a step into Python and writes back what changed."""
+"""The CPU's backend: reads the few numbers of a step into Python and writes back what changed.
+
+Each call of an operator costs as much as a few hundred bytes, so whole columns are read at once.
+"""
 
 from __future__ import annotations
 
@@ -23,71 +26,52 @@ def accept_rows(
 ) -> None:
     """Accept, cut, append to the token log and count; see api.py."""
     bounds, num_rows, slots, folds = (tensor.tolist() for tensor in batch)
-    tokens, newest = chosen.tolist(), log.seq_len.tolist()
-    most, lengths = requests.most_drafts, history_len.tolist()
-    live = [b for b, slot in enumerate(slots) if slot >= 0 and num_rows[b] > 0]
-    index = [slots[b] for b in live]
-    drafts = dict(zip(live, requests.next_tokens[index, 1:].tolist(), strict=True))
-    last = dict(zip(live, requests.last_position[index].tolist(), strict=True))
-    is_end = _EndTest(ends, slots, live)
-    packed = [[0] * StepResult.NUM_HEAD + [-1] * (most + 1) + [0] * most for _ in slots]
-    written: list[tuple[int, int, int]] = []
-    for b in live:
-        slot, row = slots[b], packed[b]
+    tokens, newest, lengths = chosen.tolist(), log.seq_len.tolist(), history_len.tolist()
+    fed, last = requests.next_tokens.tolist(), requests.last_position.tolist()
+    end_bits, ends_from = ends[0], ends[1].tolist()
+    rows_of_counts = counts[1].tolist() if counts[0].shape[0] else None
+    most = requests.most_drafts
+    packed = []
+    for b, slot in enumerate(slots):
         first, count = bounds[b], num_rows[b]
-        mine, position = drafts[b][: count - 1], newest[slot] + 1
-        is_end.request = b
+        if slot < 0 or count == 0:
+            packed.append([0] * StepResult.NUM_HEAD + [-1] * (most + 1) + [0] * most)
+            continue
+        position, begin = newest[slot] + 1, ends_from[slot]
+
+        def is_end(at: int, token: int, slot: int = slot, begin: int = begin) -> bool:
+            return at >= begin and bool(int(end_bits[slot, token >> 5]) >> (token & 31) & 1)
+
         committed, accepted, done = accept_one(
-            tokens[first : first + count], mine, position, last[b], is_end
+            tokens[first : first + count], fed[slot][1:count], position, last[slot], is_end
         )
-        head = (len(committed), accepted, count, folds[b], lengths[slot], done)
-        row[: len(head)] = head
-        row[len(head) : len(head) + len(committed)] = committed
-        row[len(head) + most + 1 :] = drafts[b]
-        written += [(slot, position + i, token) for i, token in enumerate(committed)]
+        num = len(committed)
+        head = (num, accepted, count, folds[b], lengths[slot], done)
+        packed.append([*head, *committed, *[-1] * (most + 1 - num), *fed[slot][1:]])
         if done:
             requests.is_done[slot] = done
         if committed:
             requests.next_tokens[slot, 0] = committed[-1]
-    result.packed.copy_(torch.tensor(packed, dtype=torch.int32).view_as(result.packed))
+            _append(log, slot, position, committed)
+            if rows_of_counts is not None and rows_of_counts[slot] >= 0:
+                _count(counts[0][rows_of_counts[slot]], committed)
+    values = torch.tensor(packed, dtype=torch.int32)
+    result.packed.copy_(values.view_as(result.packed))
     result.num_committed.copy_(result.packed[:, 0])
-    if written:
-        _append(log, written)
-        _count(counts, written)
 
 
-class _EndTest:
-    """Whether a token ends the request that is looked at, found by its bit."""
-
-    def __init__(self, ends: tuple[Tensor, Tensor], slots: list[int], live: list[int]) -> None:
-        self.bits, ends_from = ends
-        first = ends_from[[slots[b] for b in live]].tolist()
-        self.slots = slots
-        self.first = dict(zip(live, first, strict=True))
-        self.request = 0
-
-    def __call__(self, position: int, token: int) -> bool:
-        if position < self.first[self.request]:
-            return False
-        word = int(self.bits[self.slots[self.request], token >> 5])
-        return bool(word >> (token & 31) & 1)
-
-
-def _append(log: TokenLog, written: list[tuple[int, int, int]]) -> None:
+def _append(log: TokenLog, slot: int, position: int, tokens: list[int]) -> None:
     size = log.token_pages.shape[1]
-    slots, positions, tokens = torch.tensor(written).unbind(-1)
-    pages = log.page_table[slots, positions // size].long()
-    log.token_pages[pages, positions % size] = tokens.int()
+    while tokens:
+        page, place = int(log.page_table[slot, position // size]), position % size
+        here = tokens[: size - place]
+        log.token_pages[page, place : place + len(here)] = torch.tensor(here, dtype=torch.int32)
+        position, tokens = position + len(here), tokens[len(here) :]
 
 
-def _count(counts: tuple[Tensor, Tensor], written: list[tuple[int, int, int]]) -> None:
-    """Count committed tokens where a request has counts: 15 bits, the sign is the prompt's."""
-    table, rows_of_slots = counts
-    if table.shape[0] == 0:
-        return
-    rows = rows_of_slots[[slot for slot, _, _ in written]].tolist()
-    for row, (_, _, token) in zip(rows, written, strict=True):
-        if row >= 0:
-            held = int(table[row, token])
-            if held & 0x7FFF < 0x7FFF:
-                table[row, token] = held + 1
+def _count(row: Tensor, tokens: list[int]) -> None:
+    """Count committed tokens of one request: 15 bits, the sign is the prompt's."""
+    for token in tokens:
+        held = int(row[token])
+        if held & 0x7FFF < 0x7FFF:
+            row[token] = held + 1

@@ -82,6 +82,11 @@ class RequestTable:
         )
 
     @property
+    def num_slots(self) -> int:
+        """Slots S, the scratch row aside."""
+        return self.is_done.shape[0] - 1
+
+    @property
     def most_drafts(self) -> int:
         """Most drafts k of one request."""
         return self.next_tokens.shape[1] - 1
@@ -97,10 +102,10 @@ class RequestTable:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def resized(self, num_slots: int) -> RequestTable:
-        """Return a table of more slots with the same rows."""
+        """Return a table of more or fewer slots; those that stay keep their rows."""
         device = self.is_done.device
         larger = self.create(num_slots=num_slots, num_drafts=self.most_drafts, device=device)
-        kept = self.is_done.shape[0] - 1
+        kept = min(self.num_slots, num_slots)
         for old, new in zip(self.tensors(), larger.tensors(), strict=True):
             new[:kept] = old[:kept]
         return larger

@@ -70,35 +70,57 @@ def choose(
         fp32, one rounding per operation. A row's token is a function of its logits, its slot's data
         and its offset; the other rows do not matter.
     """
-    dims: Dims = {}
-    check("logits", logits, "N V", dims)
-    check_dtype("logits", logits, torch.float32)
-    check("slots", slots, "N", dims)
-    check("offsets", offsets, "N", dims)
-    check("temperature", table.temperature, "S", dims)
-    check("counts", table.counts, "C V", dims)
-    check("seq_len", seq_len, "S", dims)
-    check("drafts", drafts, "S k", dims)
-    check("token_pages", token_pages, "P page_size", dims)
-    check("page_table", page_table, "S pages", dims)
-    for name, tensor in (("slots", slots), ("offsets", offsets), ("seq_len", seq_len)):
-        check_dtype(name, tensor, torch.int32)
-    check_dtype("drafts", drafts, torch.int64)
-    check_dtype("token_pages", token_pages, torch.int32)
-    check_dtype("page_table", page_table, torch.int32)
-    if mask is not None:
-        check("mask", mask, f"N {-(-dims['V'] // 32)}", dims)
-        check_dtype("mask", mask, torch.int32)
+    _check(
+        logits, slots, offsets, table.temperature, table.allowed_bits, table.counts, seq_len, drafts,
+        token_pages, page_table, mask,
+    )  # fmt: skip
     if out is None:
-        out = torch.empty(dims["N"], dtype=torch.int64, device=logits.device)
-    check("out", out, "N", dims)
-    check_dtype("out", out, torch.int64)
+        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    else:
+        check("out", out, "N", {"N": slots.shape[0]})
+        check_dtype("out", out, torch.int64)
     flags = (uses or _EVERYTHING).flags()
     _choose(
         logits, slots, offsets, table.tensors(), seq_len, drafts, token_pages, page_table, mask,
         flags, out, backend,
     )  # fmt: skip
     return out
+
+
+_ARGUMENTS = (
+    ("logits", "N V", torch.float32),
+    ("slots", "N", torch.int32),
+    ("offsets", "N", torch.int32),
+    ("table.temperature", "S", torch.float32),
+    ("table.allowed_bits", "S words", torch.int32),
+    ("table.counts", "C V", torch.int16),
+    ("seq_len", "S", torch.int32),
+    ("drafts", "S k", torch.int64),
+    ("token_pages", "P page_size", torch.int32),
+    ("page_table", "S pages", torch.int32),
+    ("mask", "N words", torch.int32),
+)
+_seen: set[tuple[object, ...]] = set()  # shapes and dtypes that were found right
+_MOST_SEEN = 4096
+
+
+def _check(*tensors: Tensor | None) -> None:
+    signature = tuple([None if t is None else (t.shape, t.dtype) for t in tensors])
+    if signature in _seen:
+        return
+    dims: Dims = {}
+    for (name, spec, dtype), tensor in zip(_ARGUMENTS, tensors, strict=True):
+        if tensor is not None:
+            check(name, tensor, spec, dims)
+            check_dtype(name, tensor, dtype)
+    if dims["words"] != -(-dims["V"] // 32):
+        raise ValueError(
+            f"table.allowed_bits: expected [S, {-(-dims['V'] // 32)}] for {dims['V']} tokens, got "
+            f"{list(table.allowed_bits.shape)}"
+        )
+    if len(_seen) >= _MOST_SEEN:
+        _seen.clear()
+    _seen.add(signature)
 
 
 def _dispatch(logits, slots, offsets, table, *rest) -> None:

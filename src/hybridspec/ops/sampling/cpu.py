@@ -30,16 +30,13 @@ def choose(
     out: Tensor,
 ) -> None:
     """Write the token of each row; see choose.py."""
-    slot = slots.clamp(min=0).long()
     is_dead = slots < 0
     x = logits
     has_edits = uses.has_edits or mask is not None
     # The common case, greedy and without options, is one argmax: each call here costs as much.
-    position = (
-        torch.where(is_dead, 0, seq_len[slot] + 1 + offsets)
-        if uses.has_noise or has_edits
-        else offsets
-    )
+    if uses.has_noise or has_edits:
+        slot = slots.clamp(min=0).long()
+        position = torch.where(is_dead, 0, seq_len[slot] + 1 + offsets)
     if has_edits:
         x = logits.clone()
         is_dead = is_dead | ~(logits.amax(-1) < torch.inf)  # also where an edit hides it

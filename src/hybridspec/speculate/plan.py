@@ -1,0 +1,44 @@
+"""Which rows a step verifies: the most probable drafts of the whole batch, within a budget.
+
+A draft counts only if all before it are accepted, so its worth is the product of the confidences up
+to it, and the best rows of a batch are always prefixes. The output never depends on this choice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridspec.ops.verify_plan import Step, plan_step
+from hybridspec.speculate.decoder import Decoder
+
+__all__ = ["plan_rows"]
+
+
+def plan_rows(decoder: Decoder, lanes: Tensor, step: Step, *, num_rows: int) -> Tensor:
+    """Lay out the newest token of each request and its best drafts.
+
+    Args:
+        decoder: newest tokens, drafts, confidences and cursors; in.
+        lanes: slots of the batch, -1 = padding, no slot twice, [B] int32; in.
+        step: of B requests and at least `num_rows` rows; out.
+        num_rows: most rows, at least B.
+
+    Returns:
+        `lanes` with -1 where a request is done, which has no rows, [B] int32.
+    """
+    pools, requests = decoder.pools, decoder.requests
+    slots = torch.where(requests.is_done[lanes] == 0, lanes, -1)
+    plan_step(
+        requests.confidences[lanes],
+        requests.next_tokens[lanes],
+        slots,
+        pools.seq_len,
+        pools.history_len,
+        ring_start=pools.ring_start,
+        num_rows=num_rows,
+        num_drafts=requests.num_drafts[lanes],
+        max_window=pools.specs.options.max_window,
+        plan=step,
+    )
+    return slots
