@@ -71,8 +71,8 @@ def choose(
         and its offset; the other rows do not matter.
     """
     _check(
-        logits, slots, offsets, table.temperature, table.allowed_bits, table.counts, seq_len, drafts,
-        token_pages, page_table, mask,
+        logits, slots, offsets, table.temperature, table.allowed_bits, table.counts, seq_len,
+        drafts, token_pages, page_table, mask,
     )  # fmt: skip
     if out is None:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
@@ -116,7 +116,7 @@ def _check(*tensors: Tensor | None) -> None:
     if dims["words"] != -(-dims["V"] // 32):
         raise ValueError(
             f"table.allowed_bits: expected [S, {-(-dims['V'] // 32)}] for {dims['V']} tokens, got "
-            f"{list(table.allowed_bits.shape)}"
+            f"[S, {dims['words']}]"
         )
     if len(_seen) >= _MOST_SEEN:
         _seen.clear()
