@@ -203,14 +203,10 @@ def test_nothing_may_be_said(tiny: TinyCheckpoint) -> None:
     llm = LLM(tiny.folder, device="cpu")
     everything = [[token] for token in range(97)]
     message = "^bad_words, stop_token_ids, allowed_token_ids: expected at least one token"
-    with pytest.raises(
-        ValueError, match=message
-    ):
+    with pytest.raises(ValueError, match=message):
         llm.generate(prompt_token_ids=[1], sampling_params=SamplingParams(bad_words=everything))
     most = SamplingParams(bad_words=everything[:-1], min_tokens=1, stop_token_ids=[96])
-    with pytest.raises(
-        ValueError, match=message
-    ):
+    with pytest.raises(ValueError, match=message):
         llm.generate(prompt_token_ids=[1], sampling_params=most)
     last = SamplingParams(bad_words=everything[:-1], max_tokens=3)
     assert generated(llm.generate(prompt_token_ids=[1], sampling_params=last)) == [[[96] * 3]]

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hybridspec.cli.arguments import UsageError, parse
+from hybridspec.cli.usage import UsageError
 from hybridspec.errors import CapacityError, CheckpointError, UnsupportedError, visible
 
 __all__ = ["main"]
@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         _prepare_streams()
+        from hybridspec.cli.arguments import parse  # here, so that an interruption is caught
+
         arguments = parse(argv)
         command = importlib.import_module(f"hybridspec.cli.{arguments.command}")
         status: int = command.run(arguments)

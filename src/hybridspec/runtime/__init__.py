@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybridspec.runtime.host_memory import available_host_bytes
 from hybridspec.runtime.memory import GdnMemory, KvMemory, MemoryOptions, MemorySpec, MemorySpecs
 from hybridspec.runtime.pools import Pools
 from hybridspec.runtime.sampling_table import SamplingPool, SlotOptions
@@ -17,4 +18,5 @@ __all__ = [
     "Pools",
     "SamplingPool",
     "SlotOptions",
+    "available_host_bytes",
 ]
