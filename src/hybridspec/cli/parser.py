@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import hybridspec
 from hybridspec.bundled import PROMPT_KINDS
+from hybridspec.cli.serve_flags import SERVE, add_serve_flags
 from hybridspec.cli.usage import UsageError
 from hybridspec.config import (
     ATTENTION_BACKENDS,
@@ -299,6 +300,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("generate", "continue a prompt", _GENERATE, _add_generate, "[PROMPT] "),
         ("compare", "plain against speculative decoding", _COMPARE, _add_compare, "[PROMPT ...] "),
         ("info", "geometry, backends and memory of a model", _INFO, _add_info, ""),
+        ("serve", "a server with OpenAI's interface", SERVE, _add_serve, ""),
     ):
         command = commands.add_parser(
             name,
@@ -381,4 +383,9 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
     _add_json(parser.add_argument_group("output"), "the same facts")
+    _add_speculation(parser, is_optional=True)
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    add_serve_flags(parser)
     _add_speculation(parser, is_optional=True)
