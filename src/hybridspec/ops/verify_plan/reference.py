@@ -168,7 +168,9 @@ def _plan_all(
     fed, stored, history = token_ids.tolist(), seq_len.tolist(), history_len.tolist()
     starts = None if ring_start is None else ring_start.tolist()
     rooms, capacity = plan.slots.shape[0], plan.token_ids.shape[0]
-    offsets, ends, folds, tokens, positions, sources = [0], [], [], [], [], []
+    offsets, ends, folds, tokens = [0], [], [], []
+    positions: list[int] = []
+    sources: list[int] = []
     for b, (slot, count) in enumerate(zip(numbers, counts, strict=True)):
         first = stored[slot] if count else 0
         offsets.append(offsets[-1] + count)
