@@ -238,7 +238,7 @@ class EngineConfig:
             of small matrices, which more threads slow down, and torch's own number for others.
         max_num_seqs: most requests that run at the same time; None is 64 on a CPU, 256 on a GPU.
         max_num_batched_tokens: most prompt rows of a forward pass, over all requests.
-        enforce_eager: whether to run without CUDA graphs, as every engine does now.
+        enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from, in place of the model's own.
         seed: where the seeds of requests that name none come from; the same requests in the same

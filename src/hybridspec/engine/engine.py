@@ -15,6 +15,7 @@ import torch
 
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.drafting import make_drafter
+from hybridspec.engine.graphs import StepGraphs, ladder
 from hybridspec.engine.interrupts import interrupts_wait
 from hybridspec.engine.isolation import ProcessGuard, torch_defaults
 from hybridspec.engine.memory import plan_pools
@@ -29,13 +30,15 @@ from hybridspec.models import HybridModel, OnProgress, load_model, load_tokenize
 from hybridspec.models.generation import end_token_ids
 from hybridspec.models.layers import ATTENTION, PROMPT_ATTENTION
 from hybridspec.ops.accept import RequestTable
+from hybridspec.ops.sampling import SamplingUses
 from hybridspec.runtime import Allocator, Pools, SamplingPool, available_host_bytes
-from hybridspec.speculate import Decoder, ListDrafter
+from hybridspec.speculate import Asks, Decoder, ListDrafter
 
 __all__ = ["Engine"]
 
 _log = logging.getLogger("hybridspec")
 
+MOST_CAPTURED = 256  # requests of the largest captured step
 PENALTY_ROWS = 64  # requests with penalties at a time, on a device; more of them wait
 
 
@@ -86,12 +89,28 @@ class Engine:
         self.pools, self.allocator = _make_pools(self.resolved)
         self.runner = Runner(self._decoder(drafter), verify_rows=self.config.verify_rows)
         self.scheduler = Scheduler(self.allocator, self.runner, self.config.max_num_batched_tokens)
+        if self._can_capture(drafter):
+            self.runner.graphs = StepGraphs(
+                self.runner.decoder,
+                ladder(min(self.pools.num_slots, MOST_CAPTURED)),
+                asks=Asks(
+                    uses=SamplingUses.everything(),
+                    has_confidences=self.config.verify_rows is not None,
+                ),
+                verify_rows=self.config.verify_rows,
+            )
         # On a device the next step is launched before the outcome of the last one is read.
         self.run_ahead = 1 if self.pools.device.type == "cuda" else 0
         self._ids = itertools.count()
         self.lock = threading.Lock()
         self._inbox: deque[Request] = deque()
         self._dropped: deque[Request] = deque()
+
+    def _can_capture(self, drafter: ListDrafter | None) -> bool:
+        """Whether steps can be captured: on a device, where no step waits for the host."""
+        is_device = self.pools.device.type == "cuda"
+        waits = drafter is not None or self.config.drafter == "lookup"
+        return is_device and not waits and not self.config.enforce_eager
 
     def _decoder(self, drafter: ListDrafter | None) -> Decoder:
         """Put together what steps work on."""

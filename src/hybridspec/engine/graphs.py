@@ -34,6 +34,7 @@ def ladder(most: int) -> list[int]:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     lanes: Tensor
+    slots: list[int]  # what the lanes hold, without the padding
     outcome: Outcome
     step: Step
 
@@ -59,37 +60,40 @@ class StepGraphs:
         self.decoder = decoder
         self.sizes = list(sizes)
         self.verify_rows = verify_rows
-        self._asks = asks
         device = decoder.pools.device
         free = torch.cuda.mem_get_info(device)[0]
         pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, _Captured] = {}
         # The largest first: the smaller ones find room in what it has left.
         for done, size in enumerate(sorted(sizes, reverse=True)):
-            self._graphs[size] = self._capture(size, pool)
+            self._graphs[size] = self._capture(size, pool, asks)
             if on_progress is not None:
                 on_progress(done + 1, len(sizes))
         self.nbytes = free - torch.cuda.mem_get_info(device)[0]
         _log.info("graphs: %d sizes, %d MiB", len(sizes), self.nbytes >> 20)
 
-    def size_for(self, num_requests: int) -> int | None:
-        """Return the smallest captured size for a batch, None if there is none."""
-        place = bisect_left(self.sizes, num_requests)
-        return self.sizes[place] if place < len(self.sizes) else None
-
-    def run(self, size: int, lanes: Tensor | None) -> Outcome:
-        """Launch a step.
+    def run(self, slots: Sequence[int], asks: Asks) -> Outcome | None:
+        """Launch a step of a batch.
 
         Args:
-            size: a captured size.
-            lanes: slots of the batch in pinned memory, -1 behind them, [size] int32; None: the same
-                as when this size ran last.
+            slots: slots of the batch.
+            asks: what its requests need.
 
         Returns:
-            What the step finds, in memory that the next launch of any size overwrites.
+            What the step finds, in memory that the next launch overwrites; rows behind those of
+            `slots` are empty. None if no graph serves the batch: it is larger than the ladder, or
+            needs the host (options that exceed their pool) or a report of log-probabilities.
         """
-        captured = self._graphs[size]
-        if lanes is not None:
+        if asks.overflow is not None or asks.num_logprobs is not None:
+            return None
+        place = bisect_left(self.sizes, len(slots))
+        if place == len(self.sizes):
+            return None
+        captured = self._graphs[self.sizes[place]]
+        if captured.slots != list(slots):
+            captured.slots[:] = slots
+            padded = [*slots, *[-1] * (self.sizes[place] - len(slots))]
+            lanes = torch.tensor(padded, dtype=torch.int32).pin_memory()
             captured.lanes.copy_(lanes, non_blocking=True)
         captured.graph.replay()
         return captured.outcome
@@ -99,7 +103,7 @@ class StepGraphs:
         rows = size * (self.decoder.requests.most_drafts + 1)
         return rows if self.verify_rows is None else min(rows, max(self.verify_rows, size))
 
-    def _capture(self, size: int, pool: Any) -> _Captured:
+    def _capture(self, size: int, pool: Any, asks: Asks) -> _Captured:
         decoder, device = self.decoder, self.decoder.pools.device
         num_rows = self.num_rows(size)
         lanes = torch.full((size,), -1, dtype=torch.int32, device=device)
@@ -111,7 +115,7 @@ class StepGraphs:
         )
 
         def run() -> Outcome:
-            return decode_step(decoder, lanes, step, num_rows=num_rows, asks=self._asks)
+            return decode_step(decoder, lanes, step, num_rows=num_rows, asks=asks)
 
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -121,4 +125,4 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             outcome = run()
-        return _Captured(graph=graph, lanes=lanes, outcome=outcome, step=step)
+        return _Captured(graph=graph, lanes=lanes, slots=[], outcome=outcome, step=step)

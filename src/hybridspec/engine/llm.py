@@ -67,7 +67,7 @@ class LLM:
         max_num_seqs: most requests that run at the same time, 1..256; None is 64 on a CPU and 256
             on a GPU.
         max_num_batched_tokens: most prompt rows of a forward pass, over all requests.
-        enforce_eager: whether to run without CUDA graphs, as every engine does now.
+        enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from: a folder, an id or "bundled".
         seed: where the seeds of requests that name none come from: the same requests in the same

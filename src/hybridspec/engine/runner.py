@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridspec.engine.graphs import StepGraphs
 from hybridspec.engine.request import Request
 from hybridspec.ops.accept import RequestTable, StepResult, Taken
 from hybridspec.ops.sampling import NO_TOKEN
@@ -58,12 +59,14 @@ class Runner:
     Attributes:
         decoder: model and memories.
         verify_rows: most rows of a verify step over all requests; None verifies every draft.
+        graphs: captured steps; None runs every step operator by operator.
         launched: steps whose outcome was not read yet, oldest first.
     """
 
     def __init__(self, decoder: Decoder, *, verify_rows: int | None) -> None:
         self.decoder = decoder
         self.verify_rows = verify_rows
+        self.graphs: StepGraphs | None = None
         self.launched: deque[_Launch] = deque()
         self._steps: dict[tuple[int, int], Step] = {}
         self._lanes: tuple[list[int], Tensor] = ([], torch.empty(0))
@@ -167,8 +170,16 @@ class Runner:
         It is not waited for: `collect` tells the requests what it brought.
         """
         started = time.perf_counter()
-        decoder, count = self.decoder, len(requests)
+        asks = self._asks(requests)
         slots = [slot for request in requests if (slot := request.slot) is not None]
+        outcome = None if self.graphs is None else self.graphs.run(slots, asks)
+        if outcome is None:
+            outcome = self._run(slots, asks)
+        self._launch(list(requests), outcome, started, is_prefill=False)
+
+    def _run(self, slots: list[int], asks: Asks) -> Outcome:
+        """Run a step operator by operator."""
+        decoder, count = self.decoder, len(slots)
         if slots != self._lanes[0]:
             self._lanes = (slots, self._upload(slots))
         lanes = self._lanes[1]
@@ -177,14 +188,8 @@ class Runner:
             num_rows = count + int(decoder.requests.num_drafts[lanes].sum())
         if self.verify_rows is not None:
             num_rows = min(num_rows, max(self.verify_rows, count))
-        outcome = decode_step(
-            decoder,
-            lanes,
-            self._step(count, num_rows),
-            num_rows=num_rows,
-            asks=self._asks(requests),
-        )
-        self._launch(list(requests), outcome, started, is_prefill=False)
+        step = self._step(count, num_rows)
+        return decode_step(decoder, lanes, step, num_rows=num_rows, asks=asks)
 
     def collect(self, most_launched: int) -> None:
         """Tell requests what their steps brought, until at most so many steps are unread."""
@@ -194,9 +199,9 @@ class Runner:
                 launch.copied.synchronize()
             elapsed = time.perf_counter() - launch.started
             first = 0
-            for b, row in enumerate(launch.outcome.result.packed.tolist()):
+            rows = launch.outcome.result.packed[: len(launch.requests)].tolist()
+            for b, (request, row) in enumerate(zip(launch.requests, rows, strict=True)):
                 taken = Taken.of(row)
-                request = launch.requests[b]
                 if request.finish_reason is None and request.admission == launch.admissions[b]:
                     self._tell(request, taken, launch, first, elapsed)
                 first += taken.num_rows

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from helpers.accept_cases import expected, random_case
-from helpers.triton_process import run_interpreted
 from hybridspec.ops.accept import Taken, accept_rows
 from hybridspec.ops.accept.naive import accept_one
 
@@ -41,10 +38,6 @@ def test_the_definition_by_hand() -> None:
     assert accept_one([5, 6, 7], [5, 6], 10, 99, lambda p, t: t == 6) == ([5, 6], 2, 1)
     assert accept_one([5, 6, 7], [5, 6], 10, 99, lambda p, t: p > 11) == ([5, 6, 7], 2, 1)
     assert accept_one([-1], [], 10, 99, never) == ([], 0, 3)
-
-
-def test_kernel_in_the_interpreter() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted.py"))
 
 
 @pytest.mark.gpu

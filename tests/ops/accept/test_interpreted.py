@@ -1,4 +1,4 @@
-"""The kernel against the definition in Triton's interpreter; run by test_accept.py."""
+"""The kernel against the definition in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 
 from helpers.accept_cases import expected, random_case
 from hybridspec.ops.accept import accept_rows
+
+pytestmark = pytest.mark.interpreted
 
 
 @pytest.mark.parametrize("has_counts", [True, False])
