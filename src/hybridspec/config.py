@@ -212,12 +212,25 @@ def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     return tuple(checked)
 
 
+def _rates(given: Any) -> tuple[float, ...] | None:
+    """Return probabilities of acceptance, checked."""
+    if given is None:
+        return None
+    rates = listed("acceptance", given, "numbers")
+    if not rates:
+        raise ValueError("acceptance: expected at least one number, got none")
+    return tuple(number("acceptance", rate, 0.0, 1.0) for rate in rates)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Options of an engine; "auto" and None are resolved when the model is loaded.
 
     Attributes:
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
+        acceptance: accept drafts by force with these probabilities, by position behind the newest
+            token, to measure; the output is synthetic then. None accepts what is right.
+        acceptance_spread: half the width around them within which each draft draws its own.
         verify_rows: most rows of a verify step over all requests, chosen by the drafter's
             confidence; each running request has one in any case; None verifies every draft.
         drafter: what drafts: "mtp" is the checkpoint's draft head, "lookup" the request's own text,
@@ -247,6 +260,8 @@ class EngineConfig:
 
     draft_tokens: int = 3
     verify_rows: int | None = None
+    acceptance: tuple[float, ...] | None = None
+    acceptance_spread: float = 0.0
     drafter: str = "auto"
     mtp_from: str | None = None
     dummy_weights: bool = False
@@ -269,6 +284,8 @@ class EngineConfig:
         checked: dict[str, Any] = {
             "draft_tokens": integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS),
             "verify_rows": optional_integer("verify_rows", self.verify_rows, 1),
+            "acceptance": _rates(self.acceptance),
+            "acceptance_spread": number("acceptance_spread", self.acceptance_spread, 0.0, 1.0),
             "max_model_len": optional_integer("max_model_len", self.max_model_len, 2),
             "memory_fraction": number(
                 "memory_fraction", self.memory_fraction, 0.0, 1.0, above_low=True

@@ -32,7 +32,7 @@ from hybridspec.models.layers import ATTENTION, PROMPT_ATTENTION
 from hybridspec.ops.accept import RequestTable
 from hybridspec.ops.sampling import SamplingUses
 from hybridspec.runtime import Allocator, Pools, SamplingPool, available_host_bytes
-from hybridspec.speculate import Asks, Decoder, ListDrafter
+from hybridspec.speculate import Asks, Decoder, ForcedAcceptance, ListDrafter
 
 __all__ = ["Engine"]
 
@@ -114,7 +114,10 @@ class Engine:
 
     def _decoder(self, drafter: ListDrafter | None) -> Decoder:
         """Put together what steps work on."""
-        pools = self.pools
+        pools, forced = self.pools, None
+        if self.config.acceptance is not None:
+            _log.warning("synthetic: drafts are accepted by force, not because they are right")
+            forced = ForcedAcceptance(self.config.acceptance, self.config.acceptance_spread)
         return Decoder(
             model=self.model,
             pools=pools,
@@ -130,6 +133,7 @@ class Engine:
                 device=pools.device,
             ),
             drafter=make_drafter(self.config, self.model, pools, drafter),
+            forced=forced,
         )
 
     @property

@@ -43,6 +43,9 @@ class LLM:
         model: folder in Hugging Face layout, the id of a repository on the Hugging Face hub, or
             "bundled" for the model in this package.
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
+        acceptance: accept drafts by force with these probabilities (conditional on the position
+            before), to measure; what comes out is synthetic.
+        acceptance_spread: half the width around them within which each draft draws its own.
         verify_rows: most rows of a verify step over all requests, the most probable drafts first;
             each running request has one in any case; None verifies every draft.
         drafter: what drafts: "mtp" is the checkpoint's draft head, "lookup" the request's own text,
@@ -88,6 +91,8 @@ class LLM:
         *,
         draft_tokens: int = 3,
         verify_rows: int | None = None,
+        acceptance: Sequence[float] | None = None,
+        acceptance_spread: float = 0.0,
         drafter: str = "auto",
         mtp_from: str | Path | None = None,
         dummy_weights: bool = False,
@@ -115,6 +120,8 @@ class LLM:
         config = EngineConfig(
             draft_tokens=draft_tokens,
             verify_rows=verify_rows,
+            acceptance=None if acceptance is None else tuple(acceptance),
+            acceptance_spread=acceptance_spread,
             drafter=drafter,
             mtp_from=str(mtp_from) if isinstance(mtp_from, Path) else mtp_from,
             dummy_weights=dummy_weights,

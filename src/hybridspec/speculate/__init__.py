@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hybridspec.speculate.decoder import Asks, Decoder, Drafter, Outcome
 from hybridspec.speculate.draft import Draft, DraftsFromLists, ListDrafter, MtpDrafter, NoDrafter
+from hybridspec.speculate.forced import ForcedAcceptance
 from hybridspec.speculate.logprobs import (
     Logprob,
     LogprobReport,
@@ -19,6 +20,7 @@ __all__ = [
     "Draft",
     "Drafter",
     "DraftsFromLists",
+    "ForcedAcceptance",
     "ListDrafter",
     "Logprob",
     "LogprobReport",

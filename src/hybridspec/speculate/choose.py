@@ -88,9 +88,18 @@ def choose_and_accept(
     width = step.max_seqlen
     owner = torch.div(step.sources, width, rounding_mode="floor")
     slots = torch.where(owner >= 0, step.slots[owner], -1)
-    chosen = choose_tokens(
-        decoder, logits, slots, step.sources - owner * width, asks, seq_len=seq_len
-    )
+    offsets = step.sources - owner * width
+    chosen = choose_tokens(decoder, logits, slots, offsets, asks, seq_len=seq_len)
+    if decoder.forced is not None and width > 1:
+        column = offsets.clamp(0, requests.most_drafts - 1)
+        chosen = decoder.forced.judge(
+            chosen,
+            step.token_ids,
+            slots,
+            step.positions + 1,
+            requests.confidences[slots, column],
+            logits.shape[-1],
+        )
     result = accept_rows(
         chosen,
         cu_seqlens=step.cu_seqlens,

@@ -13,6 +13,7 @@ from hybridspec.ops.accept import RequestTable, StepResult, TokenLog
 from hybridspec.ops.sampling import SamplingUses
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import Pools, SamplingPool
+from hybridspec.speculate.forced import ForcedAcceptance
 from hybridspec.speculate.logprobs import LogprobReport
 
 __all__ = ["Asks", "Decoder", "Drafter", "Outcome"]
@@ -81,6 +82,7 @@ class Decoder:
         requests: newest tokens, drafts and limits of all slots.
         sampling: how each slot's tokens are chosen.
         drafter: proposes tokens.
+        forced: replaces which drafts stand; None: those that are right.
     """
 
     model: HybridModel
@@ -88,6 +90,7 @@ class Decoder:
     requests: RequestTable
     sampling: SamplingPool
     drafter: Drafter
+    forced: ForcedAcceptance | None = None
 
     def history(self, slot: int, seq_len: Tensor) -> list[int]:
         """Read a slot's tokens up to the newest from the log; on a device this waits.

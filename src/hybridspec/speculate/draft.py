@@ -107,7 +107,10 @@ class MtpDrafter:
                 decoder, logits, live, torch.full_like(live, j), asks, seq_len=pools.seq_len
             ).clamp_(min=0)
             requests.next_tokens[:, 1 + j][live] = tokens
-            if probs is not None:
+            if decoder.forced is not None:
+                at = pools.seq_len[live].long() + 1 + j
+                requests.confidences[:, j][live] = decoder.forced.confidence(live, at, j)
+            elif probs is not None:
                 requests.confidences[:, j][live] = probs.gather(1, tokens[:, None])[:, 0]
 
 
