@@ -7,8 +7,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from hybridspec.cli.arguments import engine_options, usage_errors
+from hybridspec.cli.arguments import engine_options
 from hybridspec.cli.render import amount
+from hybridspec.cli.usage import usage_errors
 from hybridspec.config import SamplingParams
 
 if TYPE_CHECKING:

@@ -9,7 +9,17 @@ from hybridspec.engine.engine import Engine
 from hybridspec.engine.memory import available_bytes
 from hybridspec.models import ModelConfig
 
-__all__ = ["EngineInfo", "describe"]
+__all__ = ["EngineInfo", "PoolUsage", "describe"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """How much of an engine's pools is in use; on a CPU the pools grow with use."""
+
+    slots_used: int
+    num_slots: int
+    pages_used: int
+    num_pages: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.engine import Engine
-from hybridspec.engine.info import EngineInfo, describe
+from hybridspec.engine.info import EngineInfo, PoolUsage, describe
 from hybridspec.engine.outputs import RequestOutput, StepOutput
 from hybridspec.engine.progress import show_progress
 from hybridspec.engine.prompts import prompt_list
@@ -198,7 +198,7 @@ class LLM:
             ValueError, TypeError, CapacityError: if a prompt or a parameter does not fit; nothing
                 is generated then.
         """
-        requests = self._requests(prompt_list(prompts, prompt_token_ids), sampling_params)
+        requests = self.make_requests(prompt_list(prompts, prompt_token_ids), sampling_params)
         return self._outputs(requests, has_progress=progress or use_tqdm)
 
     def stream(
@@ -217,7 +217,7 @@ class LLM:
         prompts = prompt_list(prompt, prompt_token_ids)
         if len(prompts) != 1:
             raise TypeError(f"prompt_token_ids: expected one list of ids, got {len(prompts)}")
-        return self._run(self._requests(prompts, sampling_params))
+        return self._run(self.make_requests(prompts, sampling_params))
 
     def astream(
         self,
@@ -259,7 +259,7 @@ class LLM:
         """
         each = [messages] if is_conversation(messages) else messages
         prompts = [self.chat_prompt(one, **template_options) for one in each]  # type: ignore[arg-type]
-        requests = self._requests(prompts, sampling_params, add_special_tokens=False)
+        requests = self.make_requests(prompts, sampling_params, add_special_tokens=False)
         return self._outputs(requests, has_progress=progress or use_tqdm)
 
     def stream_chat(
@@ -270,7 +270,7 @@ class LLM:
     ) -> Iterator[StepOutput]:
         """Answer one conversation, yielding what each step adds; arguments as in `chat`."""
         prompt = self.chat_prompt(messages, **template_options)
-        return self._run(self._requests([prompt], sampling_params, add_special_tokens=False))
+        return self._run(self.make_requests([prompt], sampling_params, add_special_tokens=False))
 
     def chat_prompt(
         self,
@@ -323,6 +323,21 @@ class LLM:
         """
         return sampling_defaults(self._engine.folder)
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The checkpoint's chat templates by name; "default" is the usual one."""
+        return self._chat_templates.templates
+
+    def pool_usage(self) -> PoolUsage:
+        """Say how much of the pools is in use; any thread may ask."""
+        allocator, pools = self._engine.allocator, self._engine.pools
+        return PoolUsage(
+            slots_used=allocator.num_live,
+            num_slots=pools.num_slots,
+            pages_used=pools.num_pages - allocator.num_free_pages,
+            num_pages=pools.num_pages,
+        )
+
     @functools.cached_property
     def _chat_templates(self) -> ChatTemplates:
         return ChatTemplates.from_folder(self._engine.tokenizer_folder)
@@ -331,13 +346,18 @@ class LLM:
         """Say what this engine runs on and what a request costs."""
         return describe(self._engine)
 
-    def _requests(
+    def make_requests(
         self,
         items: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         add_special_tokens: bool = True,
     ) -> list[Request]:
+        """Check prompts, texts or tokens, and parameters without queueing anything.
+
+        Raises:
+            ValueError, TypeError, CapacityError: as `generate`.
+        """
         if params is None:
             params = self.default_sampling_params()
         if isinstance(params, SamplingParams):

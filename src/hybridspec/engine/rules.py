@@ -64,8 +64,10 @@ def check_params(
 
 def counted_logprobs(params: SamplingParams, vocab_size: int) -> SamplingParams:
     """Return the parameters with the vocabulary's size in place of logprobs of -1."""
-    asked = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs")}
-    return replace(params, **{name: vocab_size for name, count in asked.items() if count == -1})
+    own, prompt = (
+        vocab_size if count == -1 else count for count in (params.logprobs, params.prompt_logprobs)
+    )
+    return replace(params, logprobs=own, prompt_logprobs=prompt)
 
 
 def seed_of(seed: int, index: int) -> int:

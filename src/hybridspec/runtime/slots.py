@@ -56,6 +56,10 @@ class Allocator:
     def num_live(self) -> int:
         return len(self._pages)
 
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free_pages)
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that `num_tokens` rows take."""
         return -(-num_tokens // self.pools.page_size)
