@@ -20,6 +20,7 @@ from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.backends import choose_attention
 from hybridspec.engine.drafting import make_drafter, resolve_drafter
 from hybridspec.engine.interrupts import interrupts_wait
+from hybridspec.engine.isolation import isolated
 from hybridspec.engine.memory import check_sizes, plan_pools
 from hybridspec.engine.request import Request, RequestGroup
 from hybridspec.engine.rules import check_params, counted_logprobs, make_rules
@@ -77,7 +78,7 @@ class Engine:
     """
 
     # Steps run in inference mode, where views of tensors that were made in it cost less.
-    @torch.inference_mode()
+    @isolated
     def __init__(
         self,
         folder: Path,
@@ -296,7 +297,7 @@ class Engine:
         """Queue all continuations of a request made by `make_request`; never waits for a step."""
         self._inbox.extend(request.continuations)
 
-    @torch.inference_mode()
+    @isolated
     def step(self) -> None:
         """Admit what fits, process some prompt rows, and decode every running request once.
 
