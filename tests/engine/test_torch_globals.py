@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
-import torch
 
 from helpers.tiny_checkpoints import TinyCheckpoint
+from helpers.torch_globals import GLOBALS
 from hybridspec import LLM, SamplingParams
 
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(before)
-
-
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    yield
-    torch.set_default_device(None)
-
-
-GLOBALS: dict[str, Any] = {
-    "fp64": lambda: default_dtype(torch.float64),
-    "bf16": lambda: default_dtype(torch.bfloat16),
-    "fp16": lambda: default_dtype(torch.float16),
-    "device": lambda: default_device("meta"),
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "autocast fp16": lambda: torch.autocast("cpu", torch.float16),
-    "gradients": torch.enable_grad,
-}
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=0.9, top_p=0.9, min_p=0.02, seed=1, max_tokens=20, n=2),

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridspec.ops._autocast import without_autocast
+
 __all__ = ["gated_rms_norm", "gdn_gates", "l2_norm", "rms_norm"]
 
 
@@ -18,6 +20,7 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+@without_autocast
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS-normalise the last dimension, with a weight stored as its difference from one.
 
@@ -46,6 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return widened(y, x.dtype)
 
 
+@without_autocast
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS-normalise the last dimension, weigh it, and multiply with silu(gate).
 
@@ -75,6 +79,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return widened(normed * F.silu(widened(gate, dtype)), x.dtype)
 
 
+@without_autocast
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Scale the last dimension to length one.
 
@@ -99,6 +104,7 @@ def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     return widened(wide * inverse.unsqueeze(-1), x.dtype)
 
 
+@without_autocast
 def gdn_gates(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, beta_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
