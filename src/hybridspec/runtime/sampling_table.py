@@ -18,7 +18,6 @@ from torch import Tensor
 from hybridspec.ops.sampling import (
     COUNT_MASK,
     IN_PROMPT,
-    LONGEST_WORD,
     SamplingTable,
     SamplingUses,
 )
@@ -237,7 +236,7 @@ class SamplingPool:
             logits: raw scores, [N, V], fp32; in-out: biases that are too large for the table are
                 added.
             rows: slot (-1 = hold row) of each row and the tokens in front of it, its drafts
-                included (the last LONGEST words suffice); N of them.
+                included; N of them.
 
         Returns:
             The mask to give to `choose`, [N, ceil(V / 32)] int32, or None if nothing is forbidden.
@@ -285,7 +284,7 @@ class SamplingPool:
         return self._grows or size <= self._pools[name].size
 
     def _take(self, options: SlotOptions) -> _Held | None:
-        words = [word for word in options.bad_words if 1 < len(word) <= LONGEST_WORD]
+        words = [word for word in options.bad_words if len(word) > 1]
         sizes = {
             "rows": int(options.has_penalties),
             "bias": len(options.bias),
