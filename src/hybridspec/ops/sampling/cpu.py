@@ -210,7 +210,9 @@ def _filter(
     tokens = tokens.clone()
     least = _kth_largest(x, top_k)
     # Where top_p is 1, a token of no mass stays too.
-    limit = torch.where(top_p < 1, top_p.double() * mass.where(x >= least), torch.inf)
+    limit = (top_p.double() * mass.where(x >= least)).clamp(min=1)
+    limit = torch.where(top_p < 1, limit, torch.inf)
+    min_p = min_p.clamp(max=1)  # so that the likeliest token is always kept
     rows = torch.arange(x.shape[0], device=x.device)
     while True:
         pivot = x.gather(-1, tokens[rows].unsqueeze(-1))
