@@ -87,7 +87,7 @@ def mass_above(
     for tile in range(first, last):
         peak = tl.load(peaks_ptr + tile)
         if peak >= low:
-            _, x = load_tile(row_ptr, tile, vocab, BLOCK)
+            index, x = load_tile(row_ptr, tile, vocab, BLOCK)
             masses = (tile_powers(x, peak, scale) * 1073741824.0).to(tl.int32).to(tl.int64)
             weight = exp2((peak - largest) * scale).to(tl.float64)
             is_low = (x > low) if IS_STRICT else (x >= low)
@@ -131,7 +131,7 @@ def least_of_top(row_ptr, peaks_ptr, peaks, largest, top_k, num_tiles, vocab, BL
         count = tl.full([], 0, tl.int32)
         for tile in range(0, num_tiles):
             if tl.load(peaks_ptr + tile) >= pivot:
-                _, x = load_tile(row_ptr, tile, vocab, BLOCK)
+                index, x = load_tile(row_ptr, tile, vocab, BLOCK)
                 count += tl.sum((x >= pivot).to(tl.int32), 0)
         low = tl.where(count >= top_k, middle, low)
         # With exactly so many there is nothing left to find.
@@ -192,7 +192,7 @@ def best_kept(
             weights = exp2((peaks - largest) * scale).to(tl.float64)
             total = tl.sum((masses.to(tl.float64) * weights).to(tl.int64), 0)
             if least > NOTHING:
-                total, _ = mass_above(
+                total, same = mass_above(
                     row_ptr, peaks_ptr, least, least, largest, scale, 0, num_tiles, vocab, False,
                     BLOCK,
                 )  # fmt: skip
@@ -272,7 +272,9 @@ def settle_kernel(
             tokens = tl.load(tokens_ptr + at, mask=in_row, other=0)
             if temperature > 0:
                 scores = tl.load(scores_ptr + at, mask=in_row, other=NOTHING)
-                _, tile = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
+                score, tile = tl.max(
+                    scores, 0, return_indices=True, return_indices_tie_break_left=True
+                )
                 chosen = tl.max(tl.where(tiles == tile, tokens, -1), 0)
                 if HAS_FILTERS:
                     top_k = tl.load(top_k_ptr + slot)
@@ -293,7 +295,9 @@ def settle_kernel(
                             num_tiles, vocab, TILES, SPLITS, BLOCK,
                         )  # fmt: skip
             else:
-                _, tile = tl.max(peaks, 0, return_indices=True, return_indices_tie_break_left=True)
+                peak, tile = tl.max(
+                    peaks, 0, return_indices=True, return_indices_tie_break_left=True
+                )
                 chosen = tl.max(tl.where(tiles == tile, tokens, -1), 0)
     if is_mine:
         tl.store(out_ptr + row, chosen.to(tl.int64))

@@ -38,7 +38,9 @@ def penalise(x, index, held, drafts_ptr, offset, repetition, frequency, presence
         count += (index == tl.load(drafts_ptr + j)).to(tl.int32)
     is_said = count > 0
     is_seen = is_said | (held < 0)
-    repeated = tl.where(x > 0, tl.div_rn(x, tl.zeros(x.shape, tl.float32) + repetition), x * repetition)
+    repeated = tl.where(
+        x > 0, tl.div_rn(x, tl.zeros(x.shape, tl.float32) + repetition), x * repetition
+    )
     x = tl.where(is_seen, repeated, x)
     x = x - frequency * count.to(tl.float32)
     return x - presence * is_said.to(tl.float32), is_seen
@@ -79,7 +81,11 @@ def forbid_words(
             is_begun = is_begun & ((is_within == 0) | (wanted == token))
         is_mine = is_begun & (target >= begin) & (target < end)
         x = tl.load(row_ptr + target, mask=is_mine, other=BROKEN)
-        tl.store(row_ptr + target, tl.full(target.shape, NOTHING, tl.float32), mask=is_mine & (x < BROKEN))
+        tl.store(
+            row_ptr + target,
+            tl.full(target.shape, NOTHING, tl.float32),
+            mask=is_mine & (x < BROKEN),
+        )
 
 
 @triton.jit
