@@ -128,6 +128,7 @@ def row(op: str, shape: tuple[int, ...], timings: dict[str, Timing]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--limit", type=int, help="only the first shapes of both")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
@@ -135,7 +136,7 @@ def main() -> None:
         ("attention", attention, ATTENTION),
         ("norm and rotation", rotation, ROTATION),
     ):
-        for shape in shapes:
+        for shape in shapes[: arguments.limit]:
             rows.append(row(op, shape, time_interleaved(make(shape), arguments.iterations)))
     document = {**environment(), "iterations": arguments.iterations, "rows": rows}
     if arguments.json:

@@ -330,6 +330,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=7, help="of the random shapes (default 7)")
     parser.add_argument("--iters", type=int, default=60, help="replays (default 60)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile (default 8)")
+    parser.add_argument("--limit", type=int, help="only the first shapes")
     parser.add_argument("--json", type=Path, help="where to write all rows")
     parser.add_argument("--png", type=Path, help="where to draw rates")
     return parser.parse_args()
@@ -338,7 +339,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     options = parse_arguments()
     rows: list[dict] = []
-    settings = [*ROWS, *random_settings(options.random, options.seed)]
+    settings = [*ROWS, *random_settings(options.random, options.seed)][: options.limit]
     compile_all(settings, options.jobs)
     for setting in settings:
         for row in measure(setting, options.iters):

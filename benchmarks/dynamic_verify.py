@@ -38,6 +38,7 @@ class Usage:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", default="float32", help="of weights (default float32)")
     parser.add_argument("--requests", type=int, default=16, help="prompts at once (default 16)")
     parser.add_argument("--verify-rows", type=int, default=40, help="rows a step (default 40)")
     parser.add_argument("--draft-tokens", type=int, default=5, help="drafts each (default 5)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ import triton
 import triton.language as tl
 
 from measured_commit import measured_commit
+from spread import median_and_fifths
 
 __all__ = ["BEST_READ_RATE", "Timing", "Variant", "environment", "read_pool", "time_interleaved"]
 
@@ -59,8 +59,7 @@ class Timing:
 
     @classmethod
     def of(cls, times: list[float]) -> Timing:
-        cuts = statistics.quantiles(times, n=5)
-        return cls(statistics.median(times), cuts[0], cuts[3])
+        return cls(*median_and_fifths(times))
 
 
 def time_interleaved(variants: list[Variant], iterations: int) -> dict[str, Timing]:

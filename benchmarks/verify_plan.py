@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 
 from hybridspec.compat import lightllm
-from hybridspec.ops.verify_plan import VerifyPlan, launch, reference
+from hybridspec.ops.verify_plan import Step, launch, reference
 from measured_commit import measured_commit
+from spread import median_and_fifths
 
 REPEATS = 80
 CALLS = 20
@@ -56,7 +57,7 @@ def new_call(
     plans, steps = [], (reference.plan_step, launch.plan_step)
     for step, device in zip(steps, ("cpu", "cuda"), strict=True):
         case = new_case(num_requests, num_drafts, kind, device)
-        plan = VerifyPlan.create(
+        plan = Step.create(
             max_requests=num_requests, max_rows=num_rows, max_drafts=num_drafts, device=device
         )
         options = {} if step is reference.plan_step else {"config": config}
@@ -68,7 +69,7 @@ def new_call(
         call()
         plans.append(plan)
     for name, expected, found in zip(
-        VerifyPlan.__slots__, plans[0].tensors()[:-1], plans[1].tensors(), strict=False
+        Step.__slots__, plans[0].tensors()[:-1], plans[1].tensors(), strict=False
     ):
         assert torch.equal(expected, found.cpu()), f"{name} differs from the reference"
     return call
@@ -109,12 +110,8 @@ def measure(name: str, call: Callable[[], object], flush: torch.Tensor) -> dict:
     step = [t / CALLS for t in replay_us(captured(call, CALLS), None)]
     row = {"name": name}
     for key, times in (("cold", cold), ("step", step)):
-        deciles = statistics.quantiles(times, n=10)
-        row |= {
-            f"{key}_us": round(statistics.median(times), 2),
-            f"{key}_p20_us": round(deciles[1], 2),
-            f"{key}_p80_us": round(deciles[7], 2),
-        }
+        median, p20, p80 = (round(value, 2) for value in median_and_fifths(times))
+        row |= {f"{key}_us": median, f"{key}_p20_us": p20, f"{key}_p80_us": p80}
     print(f"{name:46s} cold {row['cold_us']:7.2f}   step {row['step_us']:7.2f} us", flush=True)
     return row
 
@@ -132,9 +129,9 @@ def groups_call(num_rows: int) -> Callable[[], object]:
     return lambda: lightllm.build_dynamic_mtp_fa3_decode_params(rows, rows, marks, num_rows, 0)
 
 
-def variants() -> list[tuple[str, Callable[[], object]]]:
-    """Name every timed call."""
-    found = [("empty kernel", empty_call())]
+def variants() -> list[tuple[str, Callable[[], Callable[[], object]]]]:
+    """Name every timed call, and say what makes it."""
+    found = [("empty kernel", empty_call)]
 
     def add(num_requests: int, num_drafts: int, kind: str, path: str, *all_warps: int) -> None:
         for warps in all_warps:
@@ -142,7 +139,7 @@ def variants() -> list[tuple[str, Callable[[], object]]]:
                 is_fused=path == "fused", is_one_block=path != "many blocks", select_warps=warps
             )
             label = f"{num_requests} x {num_drafts + 1}, {kind}, {path}, {warps} warps"
-            found.append((label, new_call(num_requests, num_drafts, kind, config)))
+            found.append((label, partial(new_call, num_requests, num_drafts, kind, config)))
 
     for kind in ("mixed", "equal"):
         add(256, 3, kind, "fused", 2, 4, 8)
@@ -158,19 +155,21 @@ def variants() -> list[tuple[str, Callable[[], object]]]:
     add(1024, 3, "mixed", "one block", 8)
     add(4096, 7, "mixed", "one block", 8, 16)
     add(16_384, 7, "mixed", "many blocks", 4)
-    found += [(f"lightllm, {rows} rows", groups_call(rows)) for rows in (1024, 20_480)]
+    found += [(f"lightllm, {rows} rows", partial(groups_call, rows)) for rows in (1024, 20_480)]
     # The floor once more: the difference to the first reading is the noise between variants.
-    return [*found, ("empty kernel, again", empty_call())]
+    return [*found, ("empty kernel, again", empty_call)]
 
 
 def main() -> None:
     """Run all variants; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="file for the JSON")
+    parser.add_argument("--limit", type=int, help="only the first variants")
     parser.add_argument("--commit", help="commit to name in the result; default: ask git")
     arguments = parser.parse_args()
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
-    rows = [measure(name, call, flush) for name, call in variants()]
+    chosen = variants()[: arguments.limit]
+    rows = [measure(name, make_call(), flush) for name, make_call in chosen]
     result = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -131,7 +131,7 @@ def evaluate_prompts(
     temperature: float,
     seed: int,
     batch: int,
-    num_new_tokens: int = NUM_NEW_TOKENS,
+    num_new_tokens: int,
 ) -> dict:
     """Continues prompts, drafts along the continuations and counts, with and without loops."""
     rows, length = [], len(prompts[0])
@@ -159,7 +159,14 @@ def evaluate_prompts(
 
 
 def evaluate(
-    folder: Path, prompts: Path, data: Path, *, device: str, batch: int, seed: int
+    folder: Path,
+    prompts: Path,
+    data: Path,
+    *,
+    device: str,
+    batch: int,
+    seed: int,
+    num_new_tokens: int,
 ) -> dict:
     """All figures of the model card."""
     model = load_folder(folder, device)
@@ -177,7 +184,9 @@ def evaluate(
         result[kind]["repeated_16grams_of_the_text"] = sum(shares) / len(shares)
         starts = [row["text"].encode() for row in read_lines(prompts / f"{kind}.jsonl")]
         for name, temperature in (("greedy", 0.0), ("temperature_0.8", 0.8)):
-            result[kind][name] = evaluate_prompts(model, starts, temperature, seed, batch)
+            result[kind][name] = evaluate_prompts(
+                model, starts, temperature, seed, batch, num_new_tokens
+            )
         print(kind, json.dumps(result[kind], indent=1), flush=True)
     return result
 
@@ -192,6 +201,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--new-tokens", type=int, default=NUM_NEW_TOKENS, help="of a continuation")
     args = parser.parse_args()
     result = evaluate(
         args.model,
@@ -200,6 +210,7 @@ def main() -> None:
         device=args.device,
         batch=args.batch,
         seed=args.seed,
+        num_new_tokens=args.new_tokens,
     )
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")

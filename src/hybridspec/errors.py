@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-__all__ = ["CapacityError", "CheckpointError", "UnsupportedError"]
+__all__ = ["CapacityError", "CheckpointError", "UnsupportedError", "visible"]
+
+_MAX_CHARACTERS = 1000  # of a message
+
+
+def visible(text: str) -> str:
+    """Return text in one line of bounded length, whatever is no printable character escaped.
+
+    Messages quote files that others made, and an escape sequence in one would act on the terminal.
+    """
+    if not text.isprintable():
+        text = "".join(
+            char if char.isprintable() else char.encode("unicode_escape").decode()
+            for char in text[:_MAX_CHARACTERS]
+        )
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."
 
 
 class UnsupportedError(NotImplementedError):
     """A correct call that no available backend, or no implemented option, can serve."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(visible(message))
 
 
 class CapacityError(RuntimeError):
@@ -15,3 +33,6 @@ class CapacityError(RuntimeError):
 
 class CheckpointError(ValueError):
     """A model folder that cannot be read or does not hold what its config says."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(visible(message))

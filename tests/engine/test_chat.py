@@ -115,6 +115,19 @@ def test_default_sampling_params(tmp_path: Path) -> None:
     [
         ("{", "generation_config.json: not readable as JSON"),
         ("[]", "generation_config.json: expected a JSON object, found list"),
+        ('{"temperature": 1e400}', "generation_config.json: temperature: expected a number in"),
+        (
+            '{"temperature": 1%s}' % ("0" * 400),
+            "generation_config.json: temperature: expected a number in",
+        ),
+        ('{"do_sample": "no"}', "generation_config.json: do_sample: expected a bool, got 'no'"),
+        ('{"do_sample": 0}', "generation_config.json: do_sample: expected a bool, got 0"),
+        ('{"suppress_tokens": 3}', "generation_config.json: suppress_tokens: expected a list, got"),
+        ('{"bad_words_ids": 3, "suppress_tokens": [3]}', "json: bad_words: expected a list, got 3"),
+        ('{"bad_words_ids": [3]}', "generation_config.json: bad_words: expected texts or lists"),
+        ('{"stop_strings": [3]}', "generation_config.json: stop: expected non-empty strings"),
+        ('{"min_new_tokens": "a"}', "generation_config.json: min_tokens: expected an integer"),
+        ('{"min_new_tokens": 9, "max_new_tokens": 8}', "json: min_tokens: expected at most max_to"),
         ('{"temperature": "hot"}', "generation_config.json: temperature: expected a number"),
         ('{"top_p": 3}', "generation_config.json: top_p: expected a number in .0, 1."),
     ],
@@ -125,3 +138,45 @@ def test_broken_defaults(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "generation_config.json").write_text(content, encoding="utf-8")
     with pytest.raises(CheckpointError, match=message):
         sampling_defaults(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"presence_penalty": 1.5, "frequency_penalty": -0.5}, None),
+        ({"min_new_tokens": 5}, {"min_tokens": 5}),
+        ({"min_new_tokens": 500}, {"min_tokens": 500, "max_tokens": 500}),
+        ({"stop_strings": "END"}, {"stop": "END"}),
+        ({"stop_strings": ["a", "b"]}, {"stop": ["a", "b"]}),
+        ({"bad_words_ids": [[3, 4]]}, {"bad_words": [[3, 4]]}),
+        (
+            {"bad_words_ids": [[3, 4]], "suppress_tokens": [5, 6]},
+            {"bad_words": [[3, 4], [5], [6]]},
+        ),
+    ],
+    ids=str,
+)
+def test_fields_that_are_read(
+    tmp_path: Path, fields: dict[str, object], expected: dict[str, object] | None
+) -> None:
+    from hybridspec.models.generation import sampling_defaults
+
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields), encoding="utf-8")
+    assert sampling_defaults(tmp_path) == SamplingParams(**(expected or fields))
+
+
+def test_fields_that_are_not_read_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from hybridspec.models.generation import sampling_defaults
+
+    fields = {"max_length": 20, "num_beams": 4, "no_repeat_ngram_size": 3, "\x1b": 1}
+    neutral = {"typical_p": 1.0, "length_penalty": 1.0, "early_stopping": False, "use_cache": True}
+    read = {"temperature": 0.5, "suppress_tokens": [3], "transformers_version": "5.0"}
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({**fields, **neutral, **read}), encoding="utf-8")
+    for _ in range(2):
+        sampling_defaults(tmp_path)
+    names = "\\x1b, max_length, no_repeat_ngram_size, num_beams"
+    assert caplog.messages == [f"{file}: not carried out: {names}"]

@@ -126,7 +126,7 @@ def test_requests_that_join_and_leave(tiny: TinyCheckpoint, plain: list[list[int
     doomed = [engine.make_request(p, one) for p, one in zip(prompts, params, strict=True)][:3]
     arrivals = iter([*requests[:4], *doomed, *requests[4:]])
     for arrived, request in enumerate(arrivals, start=1):
-        engine.add(request)
+        engine.submit(request)
         for _ in range(1 + arrived % 2):
             engine.step()
         if arrived == 9:
@@ -143,8 +143,7 @@ def test_chunked_prefill(
     tiny: TinyCheckpoint, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler_module, "PREFILL_CHUNK", 6)
-    monkeypatch.setattr(scheduler_module, "PREFILL_BUDGET", 13)
-    llm = LLM(tiny.folder, draft_tokens=3, device="cpu")
+    llm = LLM(tiny.folder, draft_tokens=3, device="cpu", max_num_batched_tokens=13)
     results = llm.generate(prompt_token_ids=make_prompts(12), sampling_params=make_params(12))
     assert tokens_of(results) == plain
 
@@ -164,7 +163,7 @@ def test_requests_wait_when_the_pools_are_full(
         for p, one in zip(make_prompts(12), make_params(12), strict=True)
     ]
     for request in requests:
-        engine.add(request)
+        engine.submit(request)
     while engine.has_work:
         engine.step()
         peak = max(peak, allocator.num_live)
@@ -247,7 +246,7 @@ def test_requests_admitted_together_fold_in_different_steps(tiny: TinyCheckpoint
     engine = scripted_engine(tiny.folder, known, right_script, 3)
     requests = [engine.make_request(prompt, params) for prompt in prompts]
     for request in requests:
-        engine.add(request)
+        engine.submit(request)
     while engine.has_work:
         engine.step()
     assert [request.token_ids for request in requests] == expected
@@ -269,7 +268,7 @@ def test_zero_committed_in_the_middle_of_a_batch(
     engine = scripted_engine(tiny.folder, known, random_script(2), 3)
     requests = [engine.make_request(p, one) for p, one in zip(prompts, params, strict=True)]
     for request in requests:
-        engine.add(request)
+        engine.submit(request)
     steps = 0
     while engine.has_work:
         running = list(engine.scheduler.running)

@@ -10,8 +10,9 @@ import torch
 from helpers.ascii_tokenizer import END, text_of, write_ascii_tokenizer
 from helpers.drafters import right_script, run, scripted_engine
 from helpers.tiny_checkpoints import build_tiny_checkpoint
-from hybridspec import LLM, SamplingParams
-from hybridspec.engine.request import Request
+from hybridspec import LLM, CheckpointError, SamplingParams
+from hybridspec.engine.request import Request, RequestGroup
+from hybridspec.engine.text import Text
 from hybridspec.models.tokenizer import load_tokenizer
 from hybridspec.runtime import Allocator
 from hybridspec.speculate import ChoiceRule
@@ -72,7 +73,7 @@ def test_nothing_after_a_stop_stays_in_the_state(
     place = next(i for i in range(6, 30) if first_seen_at(plain, i))
     engine = scripted_engine(folder, {tuple(PROMPT): plain}, right_script, 4)
     request = engine.make_request(PROMPT, sampling(stop_token_ids=[plain[place]]))
-    engine.add(request)
+    engine.submit(request)
     seen = {}
     release = Allocator.release
 
@@ -190,24 +191,74 @@ def test_eos_ends_and_can_be_ignored(folder: Path) -> None:
 
 def test_text_held_back_is_handed_out_at_the_end(folder: Path) -> None:
     rule = ChoiceRule(temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
-    request = Request(
+    group = RequestGroup(
         request_id=0,
         prompt=None,
         prompt_token_ids=PROMPT,
         params=SamplingParams(stop="</end>"),
-        rule=rule,
         stop_ids=frozenset(),
         limit=6,
-        detokenizer=load_tokenizer(folder).detokenizer(),
     )
-    request.extend([ord(c) - 32 for c in "ab</"])
-    assert request.take_text() == "ab"
-    request.extend([ord(c) - 32 for c in "eX"])
+    text = Text(load_tokenizer(folder).detokenizer(), ["</end>"])
+    request = Request(group=group, rule=rule, text=text)
+    request.take([ord(c) - 32 for c in "ab</"])
+    assert text.take() == "ab"
+    request.take([ord(c) - 32 for c in "eX"])
     assert request.finish_reason == "length"
-    assert request.take_text() == "</eX"
+    assert text.take() == "</eX"
 
 
 def test_the_drafter_in_these_tests_is_always_right(folder: Path, plain: list[int]) -> None:
     """Teeth: the steps above really commit several tokens each."""
     request = run_right(folder, plain, sampling(max_tokens=31))
     assert request.stats.committed_per_step == [5] * 6
+
+
+def test_a_stop_text_that_is_a_special_token(folder: Path, plain: list[int]) -> None:
+    """Its text never appears, since special tokens are left out of it."""
+    always = {END: 100.0}
+    for params in (
+        sampling(stop="<|end|>", ignore_eos=True, logit_bias=always),
+        sampling(stop=["x", "<|end|>"], ignore_eos=True, logit_bias=always),
+    ):
+        [result] = LLM(folder, device="cpu").generate(
+            prompt_token_ids=PROMPT, sampling_params=params
+        )
+        assert result.outputs[0].token_ids == [END]
+        assert (result.outputs[0].text, result.outputs[0].finish_reason) == ("", "stop")
+    unstopped = run_right(folder, plain, sampling(stop="<|end", ignore_eos=True))
+    assert unstopped.token_ids == plain[:40]
+
+
+@pytest.mark.parametrize("has_generation_config", [False, True])
+def test_the_tokenizers_end_counts_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_generation_config: bool
+) -> None:
+    """A fine-tune that names another end in its tokenizer, and nowhere else."""
+    build_tiny_checkpoint(tmp_path, eos_token_id=3, seed=2)
+    write_ascii_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|end|>"}}')
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"eos_token_id": 3}') if has_generation_config else file.unlink()
+    llm = LLM(tmp_path, device="cpu")
+    forced = {
+        token: llm.generate(prompt_token_ids=PROMPT, sampling_params=params)[0].outputs[0]
+        for token, params in (
+            (token, sampling(max_tokens=3, logit_bias={token: 100.0})) for token in (3, END)
+        )
+    }
+    assert forced[3].token_ids == [3]
+    assert forced[END].token_ids == [END] * (3 if has_generation_config else 1)
+    warnings = [message for message in caplog.messages if "eos_token" in message]
+    assert len(warnings) == (0 if has_generation_config else 1)
+    assert all("'<|end|>' (96) is not among the end tokens [3]" in text for text in warnings)
+
+
+@pytest.mark.parametrize("content", ['{"eos_token": 3}', "{"])
+def test_a_tokenizers_end_that_is_none(tmp_path: Path, content: str) -> None:
+    build_tiny_checkpoint(tmp_path, eos_token_id=3)
+    write_ascii_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match="tokenizer_config.json: "):
+        LLM(tmp_path, device="cpu")

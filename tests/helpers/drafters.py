@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.request import Request
-from hybridspec.runtime import Step
+from hybridspec.ops.verify_plan import Step
 from hybridspec.speculate import ChoiceRule, Draft
 
 __all__ = ["ScriptedDrafter", "run", "scripted_engine"]
@@ -92,7 +92,7 @@ def run(
     """Run requests to their end in one batch."""
     requests = [engine.make_request(p, one) for p, one in zip(prompts, params, strict=True)]
     for request in requests:
-        engine.add(request)
+        engine.submit(request)
     while engine.has_work:
         engine.step()
     return requests

@@ -157,6 +157,14 @@ class FakeLLM:
         completion = CompletionOutput(
             index=0, token_ids=tokens, text=decode(tokens), finish_reason=reason
         )
+        output = RequestOutput(
+            request_id=0,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            outputs=[completion],
+            finished=is_last,
+            stats=stats,
+        )
         return StepOutput(
             step=len(stats.committed_per_step),
             token_ids=added,
@@ -167,14 +175,7 @@ class FakeLLM:
             is_fold=scripted.is_fold if scripted else False,
             finished=is_last,
             finish_reason=reason,
-            output=RequestOutput(
-                request_id=0,
-                prompt=prompt,
-                prompt_token_ids=prompt_token_ids,
-                outputs=[completion],
-                finished=is_last,
-                stats=stats,
-            ),
+            make_output=lambda: output,
         )
 
     def describe(self) -> EngineInfo:

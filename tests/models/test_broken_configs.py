@@ -13,7 +13,8 @@ from tests.helpers.tiny_checkpoints import build_tiny_checkpoint
 
 from hybridspec.errors import CheckpointError, UnsupportedError
 from hybridspec.models.config import ModelConfig
-from hybridspec.models.hybrid import load_model
+from hybridspec.models.hybrid import load_model, memory_specs
+from hybridspec.runtime import MemoryOptions
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +213,22 @@ CONFIGS: dict[str, Case] = {
         U,
         "/config.json: rope_scaling: rope_type: only 'default' is supported, found 'yarn'",
     ),
+    "two rope types": (
+        fields(rope_parameters={"rope_type": "default", "type": "linear", "factor": 2.0}),
+        U,
+        "/config.json: rope_parameters: rope_type: only 'default' is supported, found 'linear'",
+    ),
+    "rope for each kind of layer": (
+        fields(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 5.0}}),
+        U,
+        "/config.json: rope_parameters: only rope_type, type, rope_theta, partial_rotary_factor, "
+        "mrope_section, mrope_interleaved are supported, found 'full_attention'",
+    ),
+    "a factor without a type": (
+        fields(rope_scaling={"factor": 4.0}),
+        U,
+        "/config.json: rope_scaling: only rope_type, type, rope_theta,",
+    ),
     "rope list": (
         fields(rope_parameters=[1]),
         C,
@@ -249,6 +266,29 @@ CONFIGS: dict[str, Case] = {
         both(remove("generation_config.json"), fields(eos_token_id="a")),
         C,
         "/config.json: eos_token_id: expected numbers, found 'a'",
+    ),
+    "a value of many words": (
+        fields(hidden_act=["silu"] * 1000),
+        U,
+        "/config.json: hidden_act: only 'silu' is supported, found ['silu', 'silu'",
+    ),
+    "escape sequences": (
+        fields(model_type="\x1b[31m"),
+        C,
+        f"/config.json: model_type: expected one of {TYPES}, found '\\x1b[31m'",
+    ),
+    "a link that leads nowhere": (
+        lambda folder: (
+            (folder / "generation_config.json").unlink()
+            or (folder / "generation_config.json").symlink_to("lost")
+        ),
+        C,
+        "/generation_config.json: not readable as JSON ([Errno 2] No such file",
+    ),
+    "a folder in place of a file": (
+        both(remove("config.json"), lambda folder: (folder / "config.json").mkdir()),
+        C,
+        "/config.json: not readable as JSON ([Errno 21] Is a directory",
     ),
     "generation config": (
         text("generation_config.json", "oops"),
@@ -335,15 +375,26 @@ def test_rope_fields_at_the_top_level_mean_the_same(good: Path, tmp_path: Path) 
     assert (flat.rotary_dim, flat.rope_theta) == (8, 10_000.0)
 
 
+def test_null_rope_fields_are_absent_ones(good: Path, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "type": None, "factor": None, "rope_theta": 10_000.0}
+    mrope = {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    config = rewritten(good, tmp_path / "m", rope_parameters=rope | mrope, rope_scaling={})
+    assert config == ModelConfig.from_folder(good)
+
+
 def test_absent_layer_types_follow_the_interval(good: Path, tmp_path: Path) -> None:
     config = rewritten(
         good, tmp_path / "m", layer_types=None, num_hidden_layers=6, full_attention_interval=3
     )
     assert config.layer_kinds == ("gdn", "gdn", "attention") * 2
-    geometry = config.pool_geometry(has_mtp=True, max_verify_tokens=16)
-    assert (geometry.num_gdn_layers, geometry.num_kv_layers) == (4, 3)
-    assert geometry.conv_ring_capacity == 32
-    assert config.pool_geometry(has_mtp=False).conv_ring_capacity == 16
+    for max_verify_tokens, conv_rows in ((8, 16), (16, 32)):
+        options = MemoryOptions(
+            dtype=torch.float32, state_dtype=torch.float32, max_verify_tokens=max_verify_tokens
+        )
+        specs = memory_specs(config, options, has_head=True)
+        conv_rings = [spec.per_slot["conv_ring"] for spec in specs.layers if spec.per_slot]
+        assert [ring.shape[0] for ring in conv_rings] == [conv_rows] * 4
+        assert [bool(spec.per_token) for spec in specs.all()] == [False, False, True] * 2 + [True]
 
 
 def test_end_tokens_come_from_the_generation_config_first(good: Path, tmp_path: Path) -> None:

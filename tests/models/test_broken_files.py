@@ -61,6 +61,22 @@ FILES: dict[str, Case] = {
         C,
         "/model.safetensors: mtp.fc.weight: expected shape [48, 96], found no tensor",
     ),
+    "names of a wrapper": (
+        tensors(
+            lambda held: [
+                held.update({f"base_model.model.{name}": held.pop(name)}) for name in list(held)
+            ]
+        ),
+        C,
+        "/model.safetensors: model.embed_tokens.weight: expected a tensor, found no tensor "
+        "whose name starts with model., but base_model.model.lm_head.weight",
+    ),
+    "escape sequences in a name": (
+        tensors(lambda held: held.update({"model.\x1b[31m\x07\n": torch.zeros(3)})),
+        C,
+        "/model.safetensors: model.\\x1b[31m\\x07\\n: expected no such tensor by config.json, "
+        "found shape [3]",
+    ),
     "misshapen": (
         tensors(lambda held: held.update({f"{L0}.A_log": torch.zeros(5)})),
         C,
@@ -218,6 +234,29 @@ SHARDED: dict[str, Case] = {
         text(INDEX, '{"weight_map": {"a": 1}}'),
         C,
         f"/{INDEX}: expected a JSON object with a weight_map",
+    ),
+    "a file beside the folder": (
+        text(INDEX, '{"weight_map": {"a": "../outside.safetensors"}}'),
+        C,
+        f"/{INDEX}: expected a JSON object with a weight_map of names to files (ValueError: "
+        "'../outside.safetensors' is no file of the folder)",
+    ),
+    "a file somewhere else": (
+        text(INDEX, '{"weight_map": {"a": "/outside.safetensors"}}'),
+        C,
+        f"/{INDEX}: expected a JSON object with a weight_map of names to files (ValueError: "
+        "'/outside.safetensors' is no file of the folder)",
+    ),
+    "a name that no file can have": (
+        text(INDEX, json.dumps({"weight_map": {"a": "x" * 5000}})),
+        C,
+        f"/{INDEX}: names the file xxx",
+    ),
+    "a file with a zero byte": (
+        text(INDEX, '{"weight_map": {"a": "\\u0000.safetensors"}}'),
+        C,
+        f"/{INDEX}: expected a JSON object with a weight_map of names to files (ValueError: "
+        "'\\x00.safetensors' is no file of the folder)",
     ),
     "tensor not in its shard": (
         text(INDEX, json.dumps({"weight_map": {"absent.weight": SHARD}})),

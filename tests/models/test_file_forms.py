@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tests.helpers.direct_runner import DirectRunner
 from tests.helpers.tiny_checkpoints import build_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
+from hybridspec.errors import CheckpointError
 from hybridspec.models.hybrid import HybridModel, load_model
 
 # One entry per row of the table in docs/checkpoints.md, named as there: the form, and what a file
@@ -148,6 +150,71 @@ def test_transformers_reads_the_composite_the_same(family: Any, tmp_path: Path) 
     with torch.inference_mode():
         expected = checkpoint.model(torch.tensor([TOKENS])).logits
         assert_logits_close(theirs(torch.tensor([TOKENS])).logits, expected)
+
+
+def edit_head(folder: Path, edit: Any) -> None:
+    """Put another head into a folder's one file, or take it out (None)."""
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    embedding = next(held[name] for name in held if name.endswith("embed_tokens.weight"))
+    held.pop("lm_head.weight", None)
+    if edit is not None:
+        held["lm_head.weight"] = edit(embedding)
+    save_file(held, file, metadata={"format": "pt"})
+
+
+def edit_ties(folder: Path, top: bool | None, text: bool | None) -> None:
+    """Say at each level of a composite whether the head is tied."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    for level, value in ((config, top), (config["text_config"], text)):
+        level.pop("tie_word_embeddings", None)
+        if value is not None:
+            level["tie_word_embeddings"] = value
+    file.write_text(json.dumps(config))
+
+
+def assert_as_transformers_reads_it(folder: Path) -> HybridModel:
+    model = load_model(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        assert_logits_close(logits(model), theirs(torch.tensor([TOKENS])).logits[0])
+    return model
+
+
+def test_a_stored_head_counts_though_the_config_ties_it(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, has_mtp=False, tie_word_embeddings=True)
+    edit_head(tmp_path, lambda embedding: embedding.flip(0).contiguous())
+    model = assert_as_transformers_reads_it(tmp_path)
+    assert not torch.equal(model.head, model.embedding)
+
+
+def test_a_stored_copy_of_the_embedding_is_shared(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, has_mtp=False, tie_word_embeddings=True)
+    num_parameters = load_model(tmp_path).num_parameters
+    edit_head(tmp_path, torch.clone)
+    model = assert_as_transformers_reads_it(tmp_path)
+    assert model.head is model.embedding
+    assert model.num_parameters == num_parameters
+
+
+@pytest.mark.parametrize(
+    ("top", "text"), [(True, False), (False, True), (None, True), (True, None)]
+)
+def test_a_tie_at_either_level(top: bool | None, text: bool | None, tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, layout="composite", tie_word_embeddings=True)
+    edit_ties(tmp_path, top, text)
+    model = load_model(tmp_path)
+    assert model.head is model.embedding
+    edit_head(tmp_path, lambda embedding: embedding.flip(0).contiguous())
+    assert torch.equal(load_model(tmp_path).head, model.embedding.flip(0))
+
+
+def test_no_head_and_no_tie(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, layout="composite", tie_word_embeddings=True)
+    edit_ties(tmp_path, False, None)
+    with pytest.raises(CheckpointError, match="lm_head.weight: expected shape .* found no tensor"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("layout", ["text", "composite"])

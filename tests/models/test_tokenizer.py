@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as JsonTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hybridspec.errors import CheckpointError
@@ -79,7 +79,8 @@ def test_any_tokens_in_any_pieces_equal_decoding_at_once(
     pieces: list[list[int]], skips: bool
 ) -> None:
     tokens = [token for piece in pieces for token in piece]
-    expected = BYTES.decode(tokens, skip_special_tokens=skips)
+    expected = BYTES.backend.decode(tokens, skip_special_tokens=skips)
+    assert BYTES.decode(tokens, skip_special_tokens=skips) == expected
     assert "".join(streamed(BYTES, pieces, skips=skips)) == expected
 
 
@@ -98,6 +99,41 @@ def test_special_and_added_tokens() -> None:
     assert BYTES.token_id("<eof>") == SPECIAL
     assert BYTES.token_id("absent") is None
     assert BYTES.vocab_size == 258
+
+
+def test_an_added_token_is_what_it_says() -> None:
+    """Its letters are in the table of the vocabulary's bytes, but mean themselves."""
+    backend = byte_level_tokenizer().backend
+    backend.add_tokens(["café"])
+    tokenizer = Tokenizer(backend)
+    tokens = tokenizer.encode("a café é")
+    assert tokenizer.token_id("café") in tokens
+    assert tokenizer.decode(tokens) == "a café é"
+    assert "".join(streamed(tokenizer, [[token] for token in tokens])) == "a café é"
+    assert tokenizer.backend.decode(tokens) != "a café é"  # the fault that tokenizers has
+
+
+def test_special_tokens_by_their_text() -> None:
+    assert BYTES.special_id("<eof>") == SPECIAL
+    assert BYTES.special_id("<a b>") is None and BYTES.special_id("absent") is None
+
+
+def test_a_pattern_that_backtracks_for_ever_is_an_error() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    with pytest.raises(ValueError, match="^text: expected one that this tokenizer takes .*Onig"):
+        tokenizer.encode("a" * 40 + "!")
+
+
+def test_an_interruption_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def encode(self, text: str, add_special_tokens: bool) -> None:
+            raise KeyboardInterrupt
+
+    tokenizer = byte_level_tokenizer()
+    monkeypatch.setattr(tokenizer, "backend", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode("a")
 
 
 def test_finish_shows_what_stayed_incomplete_and_starts_anew() -> None:
@@ -162,6 +198,12 @@ def test_texts_that_cannot_be_encoded() -> None:
     words = Tokenizer(JsonTokenizer(models.WordLevel({"a": 0}, unk_token="?")))
     with pytest.raises(ValueError, match=r"^text: expected .*UNK"):
         words.encode("b")
+
+
+def test_a_tokenizer_that_a_link_does_not_lead_to(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to("lost")
+    with pytest.raises(CheckpointError, match="tokenizer.json: not readable as a tokenizer"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "not json", '{"model": 3}'])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hybridspec.engine.llm import LLM, EngineInfo
+from hybridspec.engine.info import EngineInfo
+from hybridspec.engine.llm import LLM
 from hybridspec.engine.outputs import CompletionOutput, RequestOutput, RequestStats, StepOutput
 
 __all__ = [

@@ -5,62 +5,41 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
+import random
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from hybridspec.bundled import bundled_model_path
 from hybridspec.config import EngineConfig, SamplingParams
-from hybridspec.engine.backends import choose_attention
-from hybridspec.engine.drafting import make_drafter, resolve_drafter
-from hybridspec.engine.memory import check_sizes, plan_pools
-from hybridspec.engine.outputs import StepOutput
-from hybridspec.engine.request import Request
+from hybridspec.engine.drafting import make_drafter
+from hybridspec.engine.interrupts import interrupts_wait
+from hybridspec.engine.isolation import ProcessGuard, torch_defaults
+from hybridspec.engine.memory import plan_pools
+from hybridspec.engine.request import Request, RequestGroup
+from hybridspec.engine.resolve import Resolved, resolve
 from hybridspec.engine.rules import check_params, counted_logprobs, make_rules
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
-from hybridspec.errors import CapacityError
-from hybridspec.models import (
-    HybridModel,
-    ModelConfig,
-    OnProgress,
-    find_model,
-    load_model,
-    load_tokenizer,
-)
-from hybridspec.runtime import Allocator, Pools
+from hybridspec.engine.text import Text
+from hybridspec.errors import CapacityError, CheckpointError
+from hybridspec.models import HybridModel, OnProgress, load_model, load_tokenizer
+from hybridspec.models.generation import end_token_ids
+from hybridspec.models.layers import ATTENTION, PROMPT_ATTENTION
+from hybridspec.runtime import Allocator, Pools, available_host_bytes
 from hybridspec.speculate import Drafter
 
-__all__ = ["Engine", "model_folder"]
+__all__ = ["Engine"]
 
 _log = logging.getLogger("hybridspec")
-
-
-def model_folder(model: str | Path, *, only: str = "", has_weights: bool = True) -> Path:
-    """Return the folder of a model: "bundled", a path, or an id on the Hugging Face hub.
-
-    Args:
-        model: which one.
-        only: from the hub, download only files with tensors whose names start with this.
-        has_weights: whether to download weights at all.
-
-    Raises:
-        CheckpointError: if an id cannot be downloaded.
-    """
-    if model == "bundled":
-        return bundled_model_path()
-    return find_model(model, only=only, has_weights=has_weights)
 
 
 class Engine:
     """A loaded model with its pools and queues.
 
-    Threads that share it hold `lock` around `add` and `step`.
+    Threads that share it hold `lock` around `step`; `submit` and `drop` need none and never wait.
 
     Args:
         folder: model folder in Hugging Face layout.
@@ -69,8 +48,7 @@ class Engine:
         on_progress: called with the bytes of weights read so far and those of all files.
     """
 
-    # Steps run in inference mode, where views of tensors that were made in it cost less.
-    @torch.inference_mode()
+    @torch_defaults()
     def __init__(
         self,
         folder: Path,
@@ -80,62 +58,30 @@ class Engine:
         on_progress: OnProgress | None = None,
     ) -> None:
         self.folder = folder
-        device = config.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        kind, _, index = device.partition(":")
-        if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-            raise ValueError(
-                f"device: expected one of the {torch.cuda.device_count()} CUDA devices that torch "
-                f"sees here, got {device!r}"
-            )
-        check_sizes(ModelConfig.from_folder(folder), config)
-        dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-        mtp_folder = None
-        if config.mtp_from is not None and config.draft_tokens > 0:
-            mtp_folder = model_folder(config.mtp_from, only="mtp.")
+        self.guard = ProcessGuard()
+        self.resolved = resolve(folder, config, has_own_drafter=drafter is not None)
+        self.config = self.resolved.config
         if config.dummy_weights:
             _log.warning("dummy weights: %s is filled with random numbers", folder)
         self.model: HybridModel = load_model(
             folder,
-            dtype=dtype,
-            device=device,
-            mtp_from=mtp_folder,
+            dtype=self.resolved.dtype,
+            device=self.resolved.device,
+            backends={op: name for op, (name, _) in self.resolved.backends.items()},
+            mtp_from=self.resolved.mtp_folder,
             has_dummy_weights=config.dummy_weights,
             on_progress=on_progress,
         )
-        self.tokenizer = load_tokenizer(folder)
-        if drafter is None:
-            config = resolve_drafter(config, self.model, str(folder))
-        self.config, pool_plan = plan_pools(self.model, config)
-        self.pools = Pools(
-            pool_plan.geometry,
-            num_slots=pool_plan.num_slots,
-            num_pages=pool_plan.num_pages,
-            page_size=pool_plan.page_size,
-            max_pages_per_slot=pool_plan.max_pages_per_slot,
-            dtype=self.model.dtype,
-            state_dtype=getattr(torch, self.config.state_dtype),
-            device=self.model.device,
+        self.tokenizer_folder = self.resolved.tokenizer_folder
+        self.tokenizer = load_tokenizer(self.tokenizer_folder)
+        if config.tokenizer is not None and self.tokenizer is None:
+            raise CheckpointError(f"{self.tokenizer_folder}: expected tokenizer.json, found none")
+        self.eos_token_ids = end_token_ids(
+            folder, self.model.config.eos_token_ids, self.tokenizer, self.tokenizer_folder
         )
-        self.attention = choose_attention(
-            self.pools,
-            self.model.config,
-            requested=self.config.attention_backend,
-            max_verify_tokens=self.config.draft_tokens + 1,
-        )
-        verify_backend, prefill_backend = (self.attention[op][0] for op in ("verify", "prefill"))
-        self.config = replace(self.config, attention_backend=verify_backend)
-        self.model = self.model.with_attention(
-            verify_backend=verify_backend, prefill_backend=prefill_backend
-        )
-        self.allocator = Allocator(
-            self.pools,
-            can_grow=pool_plan.can_grow,
-            max_slots=pool_plan.max_slots,
-            has_clean_values="fa3" in (verify_backend, prefill_backend),
-        )
-        self.scheduler = Scheduler(self.allocator)
+        self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
+        self.pools, self.allocator = _make_pools(self.resolved)
+        self.scheduler = Scheduler(self.allocator, self.config.max_num_batched_tokens)
         if drafter is None:
             drafter = make_drafter(self.config, self.model, self.pools)
         self.runner = Runner(
@@ -147,11 +93,12 @@ class Engine:
         )
         self._ids = itertools.count()
         self.lock = threading.Lock()
+        self._inbox: deque[Request] = deque()
         self._dropped: deque[Request] = deque()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return bool(self._inbox) or self.scheduler.has_work
 
     def make_request(
         self,
@@ -172,7 +119,9 @@ class Engine:
 
         Raises:
             ValueError: if the prompt or a parameter does not fit the model.
+            RuntimeError: in a forked child of the process that made the engine.
         """
+        self.guard.check()
         text = None
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -184,7 +133,7 @@ class Engine:
             # An empty text stays empty: what the tokenizer puts around it is no prompt.
             has_specials = add_special_tokens and text != ""
             prompt = self.tokenizer.encode(text, add_special_tokens=has_specials)
-        ids = self._checked(prompt)
+        ids = self._checked(self._truncated(prompt, params))
         vocab = self.model.config.vocab_size
         check_params(
             params,
@@ -193,44 +142,67 @@ class Engine:
             tokenizer=self.tokenizer,
         )
         params = counted_logprobs(params, vocab)
-        max_len = self.config.max_model_len
-        assert max_len is not None  # resolved when the model was loaded
-        limit = max_len - len(ids)
-        if params.max_tokens is not None:
-            limit = min(limit, params.max_tokens)
-        if not self.allocator.fits_alone(len(ids) + limit):
-            raise CapacityError(
-                f"prompt: a request of {len(ids)} prompt tokens and up to {limit} new ones does "
-                f"not fit the KV pages ({self.pools.num_pages} x {self.pools.page_size} tokens); "
-                f"lower max_tokens or raise memory_fraction"
-            )
+        limit = self._limit(len(ids), params)
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            ends |= frozenset(self.model.config.eos_token_ids)
-        rules = make_rules(params, ids, ends, vocab_size=vocab, tokenizer=self.tokenizer)
-        request_id = next(self._ids)
-        group: list[Request] = []
-        outbox: list[StepOutput] = []
+            ends |= frozenset(self.eos_token_ids)
+        if self.tokenizer is not None:
+            # The text leaves special tokens out, so it would never hold theirs.
+            special = {self.tokenizer.special_id(text) for text in params.stop}
+            ends |= frozenset(token for token in special if token is not None)
+        rules = make_rules(
+            params, ids, ends, vocab_size=vocab, tokenizer=self.tokenizer, seeds=self._seeds
+        )
+        group = RequestGroup(
+            request_id=next(self._ids),
+            prompt=text,
+            prompt_token_ids=ids,
+            params=params,
+            stop_ids=ends,
+            limit=limit,
+            tokenizer=self.tokenizer if params.detokenize else None,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        )
         requests = [
-            Request(
-                request_id=request_id,
-                prompt=text,
-                prompt_token_ids=ids,
-                params=params,
-                rule=rule,
-                stop_ids=ends,
-                limit=limit,
-                detokenizer=self.tokenizer.detokenizer() if self.tokenizer is not None else None,
-                index=index,
-                group=group,
-                outbox=outbox,
-                prompt_logprobs=None if params.prompt_logprobs is None or index else [None],
-            )
+            Request(group=group, rule=rule, index=index, text=self._text(params))
             for index, rule in enumerate(rules)
         ]
         if len(requests) > 1:
-            group += requests
+            group.requests += requests
         return requests[0]
+
+    def _truncated(self, ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
+        """Return the last tokens of a prompt, as many as the parameters keep."""
+        count = params.truncate_prompt_tokens
+        if count is None:
+            return ids
+        if count == -1:
+            max_len = self.config.max_model_len
+            assert max_len is not None
+            count = max(max_len - (params.max_tokens or 1), 1)
+        return ids[-count:]
+
+    def _limit(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Return how many tokens a request may generate; raise if its logs can never fit."""
+        max_len = self.config.max_model_len
+        assert max_len is not None  # resolved when the model was loaded
+        limit = max_len - num_prompt_tokens
+        if params.max_tokens is not None:
+            limit = min(limit, params.max_tokens)
+        if not self.allocator.fits_alone(num_prompt_tokens + limit):
+            raise CapacityError(
+                f"prompt: a request of {num_prompt_tokens} prompt tokens and up to {limit} new "
+                f"ones does not fit the KV pages ({self.pools.num_pages} x {self.pools.page_size} "
+                f"tokens); lower max_tokens or raise memory_fraction"
+            )
+        return limit
+
+    def _text(self, params: SamplingParams) -> Text | None:
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
+        keeps_stop = params.include_stop_str_in_output
+        return Text(detokenizer, tuple(params.stop), keeps_stop=keeps_stop)
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
         """Return a prompt's tokens as plain integers; raise if they do not fit the model."""
@@ -254,22 +226,30 @@ class Engine:
             )
         return checked
 
-    def add(self, request: Request) -> None:
-        """Queue a request made by `make_request`."""
-        self.scheduler.add(request)
+    def submit(self, request: Request) -> None:
+        """Queue all continuations of a request made by `make_request`; never waits for a step."""
+        self._inbox.extend(request.continuations)
 
-    @torch.inference_mode()
+    @torch_defaults()
     def step(self) -> None:
         """Admit what fits, process some prompt rows, and decode every running request once.
 
         What the step added to a request lands in its outbox. A step that fails takes the requests
-        that were in it along, since their checkpoints may be folded by half; waiting ones stay.
+        that were in it along, since their checkpoints may be folded by half, and gives each its
+        reason; waiting ones stay. Ctrl-C is raised when the step is done.
         """
-        self._abort_dropped()
-        scheduler = self.scheduler
-        scheduler.admit()
         outside = torch.get_num_threads()
-        torch.set_num_threads(self.config.threads or outside)
+        with interrupts_wait():
+            torch.set_num_threads(self.config.threads or outside)
+            try:
+                self._run_step()
+            finally:
+                torch.set_num_threads(outside)
+
+    def _run_step(self) -> None:
+        scheduler = self.scheduler
+        self._take_in()
+        scheduler.admit()
         try:
             if scheduler.prefilling:
                 self.runner.prefill(scheduler.prefill_chunks())
@@ -277,31 +257,69 @@ class Engine:
             if scheduler.running:
                 self.runner.decode(scheduler.running)
                 scheduler.settle()
-        except BaseException:
+        except BaseException as error:
             for request in [*scheduler.prefilling, *scheduler.running]:
-                self.abort(request)
+                self.abort(request, _lost_to(error))
             raise
-        finally:
-            torch.set_num_threads(outside)
 
-    def abort(self, request: Request) -> None:
-        """Drop a request at any time; nothing of it stays behind."""
+    def abort(self, request: Request, failure: Exception | None = None) -> None:
+        """Drop a request at any time; nothing of it stays behind.
+
+        Args:
+            request: which one.
+            failure: what its caller is to be told.
+        """
         self.scheduler.remove(request)
         if request.finish_reason is None:
-            request.finish_reason = "abort"
+            request.finish_reason, request.failure = "abort", failure
 
     def drop(self, requests: Iterable[Request]) -> None:
         """Abort those that are not finished: now, or before the next step if one is running.
 
         Needs no lock: a garbage collection may call this in the middle of a step.
         """
+        if self.guard.is_forked:
+            return
         self._dropped.extend(request for request in requests if request.finish_reason is None)
         if self.lock.acquire(blocking=False):
             try:
-                self._abort_dropped()
+                self._take_in()
             finally:
                 self.lock.release()
 
-    def _abort_dropped(self) -> None:
+    def _take_in(self) -> None:
+        """Queue what was submitted and abort what was dropped since the last step."""
+        while self._inbox:
+            request = self._inbox.popleft()
+            if request.finish_reason is None:  # else dropped before it was seen
+                self.scheduler.add(request)
         while self._dropped:
             self.abort(self._dropped.popleft())
+
+
+def _lost_to(error: BaseException) -> Exception:
+    lost = RuntimeError(f"the request was dropped: another caller's step failed: {error!r}")
+    lost.__cause__ = error
+    return lost
+
+
+def _make_pools(resolved: Resolved) -> tuple[Pools, Allocator]:
+    """Make the pools, and who hands out their slots and pages."""
+    plan = plan_pools(resolved)
+    pools = Pools(
+        resolved.specs,
+        num_slots=plan.num_slots,
+        num_pages=plan.num_pages,
+        page_size=resolved.page_size,
+        max_pages_per_slot=resolved.max_pages_per_slot,
+        device=resolved.device,
+    )
+    attending = [resolved.backends[op][0] for op in (ATTENTION, PROMPT_ATTENTION)]
+    allocator = Allocator(
+        pools,
+        can_grow=plan.can_grow,
+        max_slots=plan.max_slots,
+        has_clean_values="fa3" in attending,
+        free_bytes=available_host_bytes if plan.can_grow else None,
+    )
+    return pools, allocator

@@ -2,65 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridspec.config import EngineConfig, SamplingParams
-from hybridspec.engine.backends import backends_in_use
-from hybridspec.engine.engine import Engine, model_folder
-from hybridspec.engine.memory import available_bytes, request_bytes
+from hybridspec.engine.engine import Engine
+from hybridspec.engine.info import EngineInfo, PoolUsage, describe
 from hybridspec.engine.outputs import RequestOutput, StepOutput
+from hybridspec.engine.progress import show_progress
+from hybridspec.engine.prompts import prompt_list
 from hybridspec.engine.request import Request
+from hybridspec.engine.resolve import model_folder
 from hybridspec.errors import CapacityError
-from hybridspec.models import ModelConfig, OnProgress
+from hybridspec.models import ModelConfig, OnProgress, Tokenizer
 from hybridspec.models.chat import ChatTemplates, is_conversation
 from hybridspec.models.generation import sampling_defaults
 
-__all__ = ["LLM", "EngineInfo"]
+__all__ = ["LLM"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineInfo:
-    """What an engine runs on and what a request costs in it.
-
-    Attributes:
-        model: folder that was loaded.
-        config: options, every "auto" resolved.
-        model_config: sizes of the model.
-        num_parameters: weights on the device, the draft head's included.
-        has_mtp: whether the checkpoint holds a draft head.
-        backends: per op, the backend in use and why.
-        request_bytes: per kind of memory, bytes that one request holds whatever its length.
-        kv_bytes_per_token: bytes of keys and values that each of its tokens adds.
-        snapshot_bytes: recurrent states that one request would need with a snapshot per verified
-            row (draft_tokens + 1 of them), which is what `request_bytes` replaces.
-        num_requests_fit: requests of max_model_len tokens that fit the memory.
-    """
-
-    model: str
-    config: EngineConfig
-    model_config: ModelConfig
-    num_parameters: int
-    has_mtp: bool
-    backends: dict[str, tuple[str, str]]
-    request_bytes: dict[str, int]
-    kv_bytes_per_token: int
-    snapshot_bytes: int
-    num_requests_fit: int
-
-    def kv_bytes(self, num_tokens: int) -> int:
-        """Bytes of keys and values that a request of so many tokens keeps others from using."""
-        if self.config.kv_layout == "contiguous":
-            assert self.config.max_model_len is not None
-            num_tokens = self.config.max_model_len
-        return num_tokens * self.kv_bytes_per_token
+Prompt = str | Mapping[str, Any]  # a text, or {"prompt": ...} or {"prompt_token_ids": ...}
 
 
 class LLM:
     """A hybrid language model that decodes speculatively, exactly; threads may share it.
+
+    A process that was forked from the one that made it cannot use it: make one in each process, and
+    start processes with multiprocessing's "spawn" method.
 
     Example:
         >>> from hybridspec import LLM, SamplingParams
@@ -92,7 +62,17 @@ class LLM:
             gives each slot one page of max_model_len tokens, as FlashAttention-3 wants it.
         attention_backend: what attends in verify steps: "triton", "fa3" (needs fa3-fwd, a Hopper
             GPU, bfloat16 and kv_layout "contiguous") or "reference"; "auto" is the first that can.
-        threads: CPU threads during a step; None is 1 for small models, else torch's own number.
+        threads: CPU threads during a step, at most one for each core; None is 1 for small models,
+            else torch's own number.
+        max_num_seqs: most requests that run at the same time, 1..256; None is 64 on a CPU and 256
+            on a GPU.
+        max_num_batched_tokens: most prompt rows of a forward pass, over all requests.
+        enforce_eager: whether to run without CUDA graphs, as every engine does now.
+        revision: of a model on the hub: branch, tag or commit.
+        tokenizer: model to take tokenizer and chat template from: a folder, an id or "bundled".
+        seed: where the seeds of requests that name none come from: the same requests in the same
+            order give the same tokens; None draws them.
+        gpu_memory_utilization: another name for memory_fraction.
         on_progress: called with the bytes of weights read so far and those of all files.
 
     Raises:
@@ -115,12 +95,23 @@ class LLM:
         state_dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
-        memory_fraction: float = 0.9,
+        memory_fraction: float | None = None,
         kv_layout: str = "paged",
         attention_backend: str = "auto",
         threads: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int = 2048,
+        enforce_eager: bool = False,
+        revision: str | None = None,
+        tokenizer: str | Path | None = None,
+        seed: int | None = None,
+        gpu_memory_utilization: float | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
+        if memory_fraction is None:
+            memory_fraction = 0.9 if gpu_memory_utilization is None else gpu_memory_utilization
+        elif gpu_memory_utilization is not None:
+            raise ValueError("memory_fraction, gpu_memory_utilization: give one of them")
         config = EngineConfig(
             draft_tokens=draft_tokens,
             verify_rows=verify_rows,
@@ -135,10 +126,16 @@ class LLM:
             kv_layout=kv_layout,
             attention_backend=attention_backend,
             threads=threads,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enforce_eager=enforce_eager,
+            revision=revision,
+            tokenizer=str(tokenizer) if isinstance(tokenizer, Path) else tokenizer,
+            seed=seed,
         )
         if on_progress is not None and not callable(on_progress):
             raise TypeError(f"on_progress: expected a function, got {on_progress!r}")
-        folder = model_folder(model, has_weights=not dummy_weights)
+        folder = model_folder(model, has_weights=not dummy_weights, revision=revision)
         try:
             self._engine = Engine(folder, config, on_progress=on_progress)
         except RuntimeError as error:  # torch has a type for this on GPUs only
@@ -165,24 +162,33 @@ class LLM:
         return self._engine.model.config
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer | None:
         """The folder's tokenizer, or None."""
+        return self._engine.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """Return `tokenizer`."""
         return self._engine.tokenizer
 
     def generate(
         self,
-        prompts: str | Sequence[str] | None = None,
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        progress: bool = False,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Continue one or many prompts.
 
         Args:
-            prompts: a text or a list of texts; or None.
+            prompts: a text, a dict with "prompt" or "prompt_token_ids", or a list of these; or
+                None.
             sampling_params: one for all, or one per prompt; None takes the checkpoint's,
                 `default_sampling_params()`.
             prompt_token_ids: the prompts as tokens instead: one list, or a list of lists.
+            progress: whether to show how far it is, on standard error if that is a terminal.
+            use_tqdm: another name of `progress`.
 
         Returns:
             One finished RequestOutput per prompt, in the order of the prompts, with
@@ -192,14 +198,12 @@ class LLM:
             ValueError, TypeError, CapacityError: if a prompt or a parameter does not fit; nothing
                 is generated then.
         """
-        requests = self._requests(_prompt_list(prompts, prompt_token_ids), sampling_params)
-        for _ in self._run(requests):
-            pass
-        return [request.output() for request in requests]
+        requests = self.make_requests(prompt_list(prompts, prompt_token_ids), sampling_params)
+        return self._outputs(requests, has_progress=progress or use_tqdm)
 
     def stream(
         self,
-        prompt: str | None = None,
+        prompt: Prompt | None = None,
         sampling_params: SamplingParams | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
@@ -208,17 +212,33 @@ class LLM:
 
         The arguments are checked before this returns. Closing the iterator drops the request.
         """
-        if prompt is not None and not isinstance(prompt, str):
+        if prompt is not None and not isinstance(prompt, str | Mapping):
             raise TypeError(f"prompt: expected one text, got {type(prompt).__name__}")
-        prompts = _prompt_list(prompt, prompt_token_ids)
+        prompts = prompt_list(prompt, prompt_token_ids)
         if len(prompts) != 1:
             raise TypeError(f"prompt_token_ids: expected one list of ids, got {len(prompts)}")
-        return self._run(self._requests(prompts, sampling_params))
+        return self._run(self.make_requests(prompts, sampling_params))
+
+    def astream(
+        self,
+        prompt: Prompt | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+    ) -> AsyncIterator[StepOutput]:
+        """Do as `stream` for `async for`: steps run in threads, the event loop goes on.
+
+        Leaving the loop or cancelling the task drops the request.
+        """
+        return _in_threads(self.stream(prompt, sampling_params, prompt_token_ids=prompt_token_ids))
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        use_tqdm: bool = False,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one or many conversations.
@@ -226,7 +246,7 @@ class LLM:
         Args:
             messages: one conversation, oldest message first, {"role": ..., "content": ...} each; or
                 a list of conversations.
-            sampling_params: as in `generate`.
+            sampling_params, progress, use_tqdm: as in `generate`.
             template_options: as in `chat_prompt`.
 
         Returns:
@@ -239,10 +259,8 @@ class LLM:
         """
         each = [messages] if is_conversation(messages) else messages
         prompts = [self.chat_prompt(one, **template_options) for one in each]  # type: ignore[arg-type]
-        requests = self._requests(prompts, sampling_params, add_special_tokens=False)
-        for _ in self._run(requests):
-            pass
-        return [request.output() for request in requests]
+        requests = self.make_requests(prompts, sampling_params, add_special_tokens=False)
+        return self._outputs(requests, has_progress=progress or use_tqdm)
 
     def stream_chat(
         self,
@@ -252,7 +270,7 @@ class LLM:
     ) -> Iterator[StepOutput]:
         """Answer one conversation, yielding what each step adds; arguments as in `chat`."""
         prompt = self.chat_prompt(messages, **template_options)
-        return self._run(self._requests([prompt], sampling_params, add_special_tokens=False))
+        return self._run(self.make_requests([prompt], sampling_params, add_special_tokens=False))
 
     def chat_prompt(
         self,
@@ -262,6 +280,7 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_kwargs: Any,
     ) -> str:
         """Return the prompt that a chat template makes of one conversation.
@@ -276,7 +295,8 @@ class LLM:
             add_generation_prompt: whether to open the answer at the end.
             continue_final_message: end inside the last message, for the model to go on with it;
                 needs `add_generation_prompt=False`.
-            template_kwargs: what else the template looks at, such as `enable_thinking`.
+            chat_template_kwargs: what else the template looks at, such as `enable_thinking`.
+            template_kwargs: the same, one by one.
         """
         return self._chat_templates.render(
             messages,
@@ -284,61 +304,60 @@ class LLM:
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
             **template_kwargs,
         )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return `default_sampling_params()`."""
+        return self.default_sampling_params()
 
     def default_sampling_params(self) -> SamplingParams:
         """Return what the checkpoint's generation_config.json recommends.
 
-        That file may set temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens and
-        do_sample; what it does not set is as in SamplingParams().
+        What the file does not set is as in SamplingParams(); the fields that are read are listed in
+        `docs/checkpoints.md`.
 
         Raises:
             CheckpointError: if the file is broken.
         """
         return sampling_defaults(self._engine.folder)
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The checkpoint's chat templates by name; "default" is the usual one."""
+        return self._chat_templates.templates
+
+    def pool_usage(self) -> PoolUsage:
+        """Say how much of the pools is in use; any thread may ask."""
+        allocator, pools = self._engine.allocator, self._engine.pools
+        return PoolUsage(
+            slots_used=allocator.num_live,
+            num_slots=pools.num_slots,
+            pages_used=pools.num_pages - allocator.num_free_pages,
+            num_pages=pools.num_pages,
+        )
+
     @functools.cached_property
     def _chat_templates(self) -> ChatTemplates:
-        return ChatTemplates.from_folder(self._engine.folder)
+        return ChatTemplates.from_folder(self._engine.tokenizer_folder)
 
     def describe(self) -> EngineInfo:
         """Say what this engine runs on and what a request costs."""
-        engine, pools = self._engine, self._engine.pools
-        g = pools.geometry
-        parts = {
-            "GDN state": g.state_bytes(pools.state_dtype),
-            "GDN ring": g.ring_bytes(pools.dtype),
-            "conv ring": g.conv_bytes(pools.dtype),
-        }
-        kv_per_token = g.kv_bytes_per_token(pools.dtype)
-        max_len = self.config.max_model_len
-        assert max_len is not None
-        whole = request_bytes(g, pools.dtype, pools.state_dtype) + kv_per_token * max_len
-        if pools.device.type == "cuda":
-            fit = min(pools.num_slots, pools.num_pages // engine.allocator.pages_for(max_len))
-        else:
-            fit = min(engine.allocator.max_slots, available_bytes(pools.device) // whole)
-        return EngineInfo(
-            model=str(engine.folder),
-            config=self.config,
-            model_config=engine.model.config,
-            num_parameters=engine.model.num_parameters,
-            has_mtp=engine.model.mtp is not None,
-            backends=backends_in_use(pools, engine.attention),
-            request_bytes=parts,
-            kv_bytes_per_token=kv_per_token,
-            snapshot_bytes=(self.config.draft_tokens + 1) * parts["GDN state"],
-            num_requests_fit=fit,
-        )
+        return describe(self._engine)
 
-    def _requests(
+    def make_requests(
         self,
         items: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         add_special_tokens: bool = True,
     ) -> list[Request]:
+        """Check prompts, texts or tokens, and parameters without queueing anything.
+
+        Raises:
+            ValueError, TypeError, CapacityError: as `generate`.
+        """
         if params is None:
             params = self.default_sampling_params()
         if isinstance(params, SamplingParams):
@@ -361,64 +380,45 @@ class LLM:
             for item, one in zip(items, each, strict=True)
         ]
 
+    def _outputs(self, requests: list[Request], *, has_progress: bool) -> list[RequestOutput]:
+        steps = self._run(requests)
+        count = sum(len(one.continuations) for one in requests)
+        for _ in show_progress(steps, count) if has_progress else steps:
+            pass
+        return [request.output() for request in requests]
+
     def _run(self, requests: list[Request]) -> Iterator[StepOutput]:
         """Run the engine until these requests are done; drop them if the caller stops early.
 
         Others may do the same, also in other threads: one at a time runs a step, for all requests.
         """
         engine = self._engine
-        requests = [one for request in requests for one in request.continuations]
+        outboxes = [request.outbox for request in requests]
+        everyone = [one for request in requests for one in request.continuations]
         try:
-            with engine.lock:
-                for request in requests:
-                    engine.add(request)
+            for request in requests:
+                engine.submit(request)
             is_running = bool(requests)
             while is_running:
+                engine.guard.check()  # a forked child would wait for the lock
                 with engine.lock:
-                    if not any(request.outbox for request in requests):
+                    if not any(outboxes):
                         engine.step()
-                    reasons = [request.finish_reason for request in requests]
-                    steps = []
-                    for request in requests:
-                        steps += request.outbox
-                        request.outbox.clear()
+                    reasons = [one.finish_reason for one in everyone]
+                    steps: list[StepOutput] = []
+                    for outbox in outboxes:
+                        steps += outbox
+                        outbox.clear()
                 yield from steps
                 if "abort" in reasons:
-                    dropped = RuntimeError("the request was dropped: another caller's step failed")
-                    raise next((r.failure for r in requests if r.failure is not None), dropped)
+                    dropped = RuntimeError("the request was dropped")
+                    raise next((r.failure for r in everyone if r.failure is not None), dropped)
                 is_running = None in reasons
         finally:
-            engine.drop(requests)
+            engine.drop(everyone)
 
 
-def _prompt_list(
-    prompts: str | Sequence[str] | None,
-    prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-) -> list[Any]:
-    """Bring every accepted form of prompts into one list."""
-    if (prompts is None) == (prompt_token_ids is None):
-        raise ValueError("prompts: give either prompts or prompt_token_ids, and not both")
-    if prompts is not None:
-        texts = [prompts] if isinstance(prompts, str) else _listed("prompts", prompts, "texts")
-        for text in texts:
-            if not isinstance(text, str):
-                raise TypeError(
-                    f"prompts: expected a text or a list of texts, got {type(text).__name__}; "
-                    f"give token ids as prompt_token_ids"
-                )
-        return texts
-    lists = _listed("prompt_token_ids", prompt_token_ids, "token ids")
-    if lists and not any(_is_list(item) for item in lists):
-        return [lists]
-    return [_listed("prompt_token_ids", item, "token ids") for item in lists]
-
-
-def _is_list(value: Any) -> bool:
-    is_sized = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
-    return is_sized and not isinstance(value, str | bytes | Mapping | Set)
-
-
-def _listed(name: str, value: Any, what: str) -> list[Any]:
-    if not _is_list(value):
-        raise TypeError(f"{name}: expected a list of {what}, got {type(value).__name__}")
-    return list(value)
+async def _in_threads(steps: Iterator[StepOutput]) -> AsyncIterator[StepOutput]:
+    # A cancelled task leaves its thread inside `next`; the steps end when nobody holds them.
+    while (step := await asyncio.to_thread(next, steps, None)) is not None:
+        yield step

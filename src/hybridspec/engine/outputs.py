@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hybridspec.speculate import TokenLogprobs
@@ -76,6 +77,8 @@ class CompletionOutput:
             tokenizer.
         finish_reason: "stop" (EOS, stop token or stop string), "length", "abort" (dropped before
             its end), "error" (see `error`), or None while running.
+        stop_reason: the stop string or stop token of the parameters that ended it; None after an
+            EOS or another end.
         logprobs: for each token, by token id, its log-probability and those of the most likely
             tokens, of the model's own distribution (before bias, penalties and temperature); None
             unless SamplingParams.logprobs asks for them.
@@ -87,6 +90,7 @@ class CompletionOutput:
     token_ids: list[int]
     text: str
     finish_reason: str | None
+    stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
     error: str | None = None
@@ -117,7 +121,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # frozen ones take three times as long to make
 class StepOutput:
     """What one step added to one continuation.
 
@@ -130,10 +134,10 @@ class StepOutput:
         text: text added, whole UTF-8 characters only.
         history_len: live ring rows before the step.
         is_fold: whether the step folded the ring into the checkpoint.
-        finished, finish_reason: whether and why the continuation ended.
-        output: the prompt with all its continuations so far.
+        finished, finish_reason, stop_reason: whether and why the continuation ended.
         index: which continuation the step belongs to.
         logprobs: of `token_ids`, as in CompletionOutput.
+        make_output: makes `output`.
     """
 
     step: int
@@ -145,6 +149,15 @@ class StepOutput:
     is_fold: bool
     finished: bool
     finish_reason: str | None
-    output: RequestOutput
+    make_output: Callable[[], RequestOutput] = field(repr=False, compare=False)
+    stop_reason: int | str | None = None
     index: int = 0
     logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def output(self) -> RequestOutput:
+        """The prompt with all its continuations up to this step, made anew at each call.
+
+        Its `stats` are those so far.
+        """
+        return self.make_output()

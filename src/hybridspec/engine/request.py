@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from hybridspec.config import SamplingParams
 from hybridspec.engine.outputs import (
@@ -14,11 +18,69 @@ from hybridspec.engine.outputs import (
     StepOutput,
     join_stats,
 )
-from hybridspec.errors import CapacityError
-from hybridspec.models.tokenizer import Detokenizer
-from hybridspec.speculate import NO_TOKEN, ChoiceRule, Draft, Logprob, TokenLogprobs
+from hybridspec.engine.text import Text
+from hybridspec.models import Tokenizer
+from hybridspec.speculate import NO_TOKEN, ChoiceRule, Draft, TokenLogprobs
 
-__all__ = ["Request"]
+__all__ = ["Request", "RequestGroup"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestGroup:
+    """What all continuations of one prompt share.
+
+    Attributes:
+        request_id: number, unique in its engine.
+        prompt: the prompt's text if it was given as text.
+        prompt_token_ids: its tokens.
+        params: sampling parameters.
+        stop_ids: tokens that end a continuation.
+        limit: most tokens to generate.
+        tokenizer: names tokens in reports; None where no text is made.
+        requests: all continuations by index; empty if there is only one (a reference from it to
+            itself would keep it until a garbage collection).
+        outbox: step outputs that were not fetched yet, oldest first.
+        prompt_logprobs: a report for each prompt row so far, None for the first; None if not asked.
+        num_posted: step outputs made so far.
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    limit: int
+    tokenizer: Tokenizer | None = None
+    requests: list[Request] = field(default_factory=list)
+    outbox: deque[StepOutput] = field(default_factory=deque)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_posted: int = 0
+    _names: dict[int, str] = field(default_factory=dict)
+
+    def add_prompt_reports(self, reports: Sequence[TokenLogprobs]) -> None:
+        """Take in the reports of the next prompt rows."""
+        assert self.prompt_logprobs is not None
+        self.prompt_logprobs += [self.named(report) for report in reports]
+
+    def named(self, report: TokenLogprobs) -> TokenLogprobs:
+        """Return a report with the text of its tokens, where text is made."""
+        tokenizer, names = self.tokenizer, self._names
+        if tokenizer is None:
+            return report
+        for token in report:
+            if token not in names:
+                names[token] = tokenizer.decode([token], skip_special_tokens=False)
+        return {token: replace(one, decoded_token=names[token]) for token, one in report.items()}
+
+    def stop_reason(self, token: int) -> int | str | None:
+        """Return what the caller gave that makes this token an end; None for the model's EOS."""
+        if token in self.params.stop_token_ids:
+            return token
+        if self.tokenizer is not None:
+            for stop in self.params.stop:
+                if self.tokenizer.token_id(stop) == token:
+                    return stop
+        return None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -26,84 +88,97 @@ class Request:
     """One continuation of a prompt: its tokens, its text and where it stands.
 
     Attributes:
-        request_id: number that all continuations of the prompt share, unique in its engine.
-        prompt: the prompt's text if it was given as text.
-        prompt_token_ids: its tokens.
-        params: sampling parameters.
-        rule: the same as the sampler wants them, the seed drawn.
-        stop_ids: tokens that end the request.
-        limit: most tokens to generate.
-        detokenizer: turns tokens into text; None without a tokenizer.
+        group: what it shares with the other continuations of the prompt.
+        rule: the parameters as the sampler wants them, the seed drawn.
+        text: what it says; None where no text is made.
         index: number of the continuation, from 0.
-        group: all continuations of the prompt by index, this one included; empty if there is only
-            this one (a reference to itself would keep it until a garbage collection).
-        token_ids: tokens generated so far.
-        history: the prompt and these, in one array.
-        logprobs: a report for each of them if the parameters ask for it, else empty.
-        prompt_logprobs: a report for each prompt row so far, None for the first; None if not asked
-            for, or if another continuation of the group has it.
+        history: tokens of the prompt and of the continuation.
+        logprobs: a report for each token of the continuation if the parameters ask for it.
         draft: what is proposed for the next step.
         slot: index in the pools while running, else None.
+        admission: number of its admission to that slot, for results that come late.
+        admitted_at: when that was, by `time.perf_counter`.
         num_prefilled: prompt rows already processed.
-        failure: why the request was dropped without having run, if it was.
-        outbox: step outputs that were not fetched yet, of all continuations of the prompt in one
-            list, oldest first.
+        finish_reason, stop_reason: as in CompletionOutput.
+        failure: what its caller is to be told where it was dropped.
+        stats: what happened to it.
     """
 
-    request_id: int
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
+    group: RequestGroup
     rule: ChoiceRule
-    stop_ids: frozenset[int]
-    limit: int
-    detokenizer: Detokenizer | None
+    text: Text | None
     index: int = 0
-    group: list[Request] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
     history: array[int] = field(init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
     draft: Draft = Draft([], [])
     slot: int | None = None
-    num_prefilled: int = 0
-    outbox: list[StepOutput] = field(default_factory=list)
+    admission: int = -1
     admitted_at: float = 0.0
+    num_prefilled: int = 0
     finish_reason: str | None = None
-    failure: CapacityError | None = None
+    stop_reason: int | str | None = None
+    failure: Exception | None = None
     stats: RequestStats = field(default_factory=RequestStats)
-    _text: str = ""
-    _num_emitted: int = 0
-    _cumulative_logprob: float = 0.0
+    # After each step output: the group's number of it, tokens and characters so far, and the end.
+    _marks: list[tuple[int, int, int, str | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.history = array("i", self.prompt_token_ids)
+        self.history = array("i", self.group.prompt_token_ids)
 
     @property
     def continuations(self) -> list[Request]:
         """All continuations of the prompt by index, this one included."""
-        return self.group or [self]
+        return self.group.requests or [self]
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.group.prompt_token_ids
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.group.params
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self.group.stop_ids
+
+    @property
+    def limit(self) -> int:
+        return self.group.limit
+
+    @property
+    def outbox(self) -> deque[StepOutput]:
+        return self.group.outbox
+
+    @property
+    def token_ids(self) -> list[int]:
+        """A copy of the tokens generated so far."""
+        return self.history[len(self.group.prompt_token_ids) :].tolist()
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.history) - len(self.group.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and continuation."""
-        return len(self.prompt_token_ids) + len(self.token_ids)
+        return len(self.history)
+
+    @property
+    def newest_token(self) -> int:
+        return self.history[-1]
 
     @property
     def max_tokens_in_logs(self) -> int:
         """Rows that the request's logs can ever hold."""
-        return len(self.prompt_token_ids) + self.limit
+        return len(self.group.prompt_token_ids) + self.group.limit
 
     @property
     def max_useful_drafts(self) -> int:
         """Drafts that the request wants and can still commit in one step."""
-        room = max(self.limit - len(self.token_ids) - 1, 0)
+        room = max(self.limit - self.num_generated - 1, 0)
         wanted = self.params.draft_tokens
         return room if wanted is None else min(room, wanted)
-
-    @property
-    def newest_token(self) -> int:
-        return self.token_ids[-1]
 
     @property
     def error(self) -> str | None:
@@ -111,14 +186,14 @@ class Request:
         if self.finish_reason != "error":
             return None
         return (
-            f"the model's logits for new token {len(self.token_ids) + 1} hold NaN, so none can be "
+            f"the model's logits for new token {self.num_generated + 1} hold NaN, so none can be "
             f"chosen: its weights are damaged, or their dtype overflows"
         )
 
-    def extend(
+    def take(
         self, tokens: Sequence[int], reports: Sequence[TokenLogprobs | None] | None = None
     ) -> int:
-        """Take in tokens up to the first one that ends the request.
+        """Take in tokens up to the first one that ends the request; none once it has ended.
 
         Args:
             tokens: what the sampler chose; NO_TOKEN ends the request with an error.
@@ -127,96 +202,112 @@ class Request:
         Returns:
             How many were taken.
         """
-        edits = self.rule.edits
-        for taken, token in enumerate(tokens, start=1):
-            if token == NO_TOKEN:
-                self._finish("error")
-                return taken - 1
-            self.token_ids.append(token)
-            self.history.append(token)
-            if edits is not None:
-                edits.extend([token])
-            if reports is not None and (report := reports[taken - 1]) is not None:
-                self.logprobs.append(report)
-                self._cumulative_logprob += report[token].logprob
-            if token in self.stop_ids:
-                self._finish("stop")
-            elif self._add_text(token):
-                self.finish_reason = "stop"
-            elif len(self.token_ids) >= self.limit:
-                self._finish("length")
+        for taken, token in enumerate(tokens):
             if self.finish_reason is not None:
                 return taken
+            if token == NO_TOKEN:
+                self._finish("error")
+                return taken
+            self._add(token, None if reports is None else reports[taken])
         return len(tokens)
 
-    def take_text(self) -> str:
-        """Text that was not handed out yet and that no stop string can take back."""
-        end = len(self._text) - self._held_back()
-        text = self._text[self._num_emitted : end]
-        self._num_emitted = max(end, self._num_emitted)
-        return text
+    def post(
+        self, origins: list[str], drafted: list[int], history_len: int, is_fold: bool
+    ) -> StepOutput:
+        """Put what a step added into the outbox; arguments and result as in StepOutput.
 
-    def output(self) -> RequestOutput:
-        """The prompt with all its continuations so far."""
-        together = self.continuations
-        logprobs = together[0].prompt_logprobs
+        There is an origin for each token that the step added.
+        """
+        group, count = self.group, len(origins)
+        group.num_posted += 1
+        text = "" if self.text is None else self.text.take()
+        num_chars = 0 if self.text is None else self.text.num_chars
+        mark = (group.num_posted, self.num_generated, num_chars, self.finish_reason)
+        self._marks.append(mark)
+        has_logprobs = group.params.logprobs is not None
+        step = StepOutput(
+            step=len(self.stats.committed_per_step),
+            token_ids=self.history[len(self.history) - count :].tolist(),
+            origins=origins,
+            drafted=drafted,
+            text=text,
+            history_len=history_len,
+            is_fold=is_fold,
+            finished=self.finish_reason is not None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            index=self.index,
+            logprobs=self.logprobs[len(self.logprobs) - count :] if has_logprobs else None,
+            make_output=functools.partial(self.output, group.num_posted),
+        )
+        group.outbox.append(step)
+        return step
+
+    def output(self, at: int | None = None) -> RequestOutput:
+        """Return the prompt with all its continuations.
+
+        Args:
+            at: as they were after the step output of this number in the group; None is now.
+        """
+        group, together = self.group, self.continuations
+        outputs = [one._completion(at) for one in together]
+        logprobs = group.prompt_logprobs
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
+            request_id=group.request_id,
+            prompt=group.prompt,
+            prompt_token_ids=group.prompt_token_ids,
             prompt_logprobs=None if logprobs is None else list(logprobs),
-            outputs=[one._completion() for one in together],
-            finished=all(one.finish_reason is not None for one in together),
-            stats=join_stats([one.stats for one in together]) if self.group else self.stats,
+            outputs=outputs,
+            finished=all(one.finish_reason is not None for one in outputs),
+            stats=self.stats if len(together) == 1 else join_stats([one.stats for one in together]),
         )
 
-    def logprobs_of_last(self, count: int) -> list[dict[int, Logprob]] | None:
-        """Reports of the last `count` tokens, None if the parameters ask for none."""
-        if self.params.logprobs is None:
-            return None
-        return self.logprobs[len(self.logprobs) - count :]
-
-    def _completion(self) -> CompletionOutput:
-        has_logprobs = self.params.logprobs is not None
+    def _completion(self, at: int | None) -> CompletionOutput:
+        num_chars = 0 if self.text is None else self.text.num_chars
+        count, reason = self.num_generated, self.finish_reason
+        if at is not None:
+            seen = bisect_right(self._marks, at, key=itemgetter(0))
+            _, count, num_chars, reason = self._marks[seen - 1] if seen else (0, 0, 0, None)
+        logprobs = self.logprobs[:count] if self.params.logprobs is not None else None
+        token_ids, total = self.token_ids[:count], None
+        if logprobs is not None:
+            pairs = zip(token_ids, logprobs, strict=True)
+            total = sum(report[token].logprob for token, report in pairs)
         return CompletionOutput(
             index=self.index,
-            token_ids=list(self.token_ids),
-            text=self._text[: len(self._text) - self._held_back()],
-            finish_reason=self.finish_reason,
-            error=self.error,
-            logprobs=list(self.logprobs) if has_logprobs else None,
-            cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
+            token_ids=token_ids,
+            text="" if self.text is None else self.text.first(num_chars),
+            finish_reason=reason,
+            stop_reason=self.stop_reason if reason == "stop" else None,
+            error=self.error if reason == "error" else None,
+            logprobs=logprobs,
+            cumulative_logprob=total,
         )
 
+    def _add(self, token: int, report: TokenLogprobs | None) -> None:
+        group, text = self.group, self.text
+        self.history.append(token)
+        if self.rule.edits is not None:
+            self.rule.edits.extend([token])
+        if report is not None:
+            self.logprobs.append(group.named(report))
+        count = len(self.history) - len(group.prompt_token_ids)
+        if token in group.stop_ids:
+            if text is not None and group.params.include_stop_str_in_output:
+                text.push(token, may_stop=False)
+            self.stop_reason = group.stop_reason(token)
+            self._finish("stop")
+        elif text is not None and (
+            stop := text.push(token, may_stop=count >= group.params.min_tokens)
+        ):
+            self.finish_reason, self.stop_reason = "stop", stop
+        elif count >= group.limit:
+            self._finish("length")
+
     def _finish(self, reason: str) -> None:
-        self.finish_reason = "stop" if self._add_text(None) else reason
-
-    def _add_text(self, token: int | None) -> bool:
-        """Add a token's text, or what is pending at the end, and cut it before a stop string.
-
-        Only a stop string that ends inside the added text counts, so that the outcome does not
-        depend on how many tokens a step brings.
-        """
-        if self.detokenizer is None:
-            return False
-        before = len(self._text)
-        self._text += self.detokenizer.finish() if token is None else self.detokenizer.push([token])
-        if len(self.token_ids) < self.params.min_tokens:
-            return False
-        found = [self._text.find(s, max(before - len(s) + 1, 0)) for s in self.params.stop]
-        found = [start for start in found if start >= 0]
-        if found:
-            self._text = self._text[: min(found)]
-        return bool(found)
-
-    def _held_back(self) -> int:
-        """Characters at the end of the text that may turn out to begin a stop string."""
-        if self.finish_reason is not None:
-            return 0
-        longest = 0
-        for stop in self.params.stop:
-            for size in range(min(len(stop) - 1, len(self._text)), longest, -1):
-                if self._text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+        """End; what was pending of the text can still complete a stop string."""
+        may_stop = self.num_generated >= self.params.min_tokens
+        stop = None if self.text is None else self.text.finish(may_stop=may_stop)
+        if stop:
+            self.stop_reason = stop
+        self.finish_reason = "stop" if stop else reason

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
 from hybridspec.config import SamplingParams
+from hybridspec.errors import UnsupportedError
 from hybridspec.models import Tokenizer
 from hybridspec.speculate import ChoiceRule, LogitEdits
 
@@ -22,8 +23,17 @@ def check_params(
 
     Raises:
         ValueError: if a token is not in the vocabulary, more is asked for than the engine drafts or
-            the vocabulary holds, or a text is given without a tokenizer.
+            the vocabulary holds, or a text is given without a tokenizer or without `detokenize`.
+        UnsupportedError: if the tokenizer cannot leave spaces out.
     """
+    if params.stop and not params.detokenize:
+        raise ValueError("stop: expected detokenize with it, since it is looked for in the text")
+    # Byte-level tokenizers, which know a token's bytes, put no spaces anywhere.
+    puts_spaces = tokenizer is not None and tokenizer.token_bytes(0) is None
+    if puts_spaces and not params.spaces_between_special_tokens:
+        raise UnsupportedError(
+            "spaces_between_special_tokens: expected True, this tokenizer puts spaces itself"
+        )
     texts = {"stop": params.stop, "bad_words": [w for w in params.bad_words if isinstance(w, str)]}
     for name, given in texts.items():
         if given and tokenizer is None:
@@ -54,8 +64,10 @@ def check_params(
 
 def counted_logprobs(params: SamplingParams, vocab_size: int) -> SamplingParams:
     """Return the parameters with the vocabulary's size in place of logprobs of -1."""
-    asked = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs")}
-    return replace(params, **{name: vocab_size for name, count in asked.items() if count == -1})
+    own, prompt = (
+        vocab_size if count == -1 else count for count in (params.logprobs, params.prompt_logprobs)
+    )
+    return replace(params, logprobs=own, prompt_logprobs=prompt)
 
 
 def seed_of(seed: int, index: int) -> int:
@@ -89,6 +101,7 @@ def make_rules(
     *,
     vocab_size: int,
     tokenizer: Tokenizer | None,
+    seeds: random.Random,
 ) -> list[ChoiceRule]:
     """Return the rule of each of the request's continuations.
 
@@ -98,6 +111,7 @@ def make_rules(
         ends: tokens that end the request.
         vocab_size: number of tokens to choose from.
         tokenizer: for bad words that are texts.
+        seeds: where the seed comes from if the parameters name none.
 
     Raises:
         ValueError: if every token is forbidden.
@@ -108,7 +122,7 @@ def make_rules(
         raise ValueError(
             "bad_words, stop_token_ids: expected at least one token that may be said, got none"
         )
-    seed = secrets.randbits(63) if params.seed is None else params.seed
+    seed = seeds.getrandbits(63) if params.seed is None else params.seed
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     has_edits = bool(words or params.logit_bias) or penalties != (1, 0, 0)
     return [

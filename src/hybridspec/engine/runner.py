@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import torch
 
-from hybridspec.engine.outputs import StepOutput
 from hybridspec.engine.request import Request
 from hybridspec.models import HybridModel
+from hybridspec.ops.ring import advance
+from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import Pools
 from hybridspec.speculate import (
     Drafter,
     Verified,
     choose_and_report,
     commit_rows,
-    layout_rows,
     plan_drafts,
     report_logprobs,
     verify_drafts,
@@ -60,13 +60,14 @@ class Runner:
         lengths = [rows for _, rows in chunks]
         starts = [request.num_prefilled for request in requests]
         slots = _slots(requests)
-        step = layout_rows(slots, lengths, starts, pools.seq_len, is_prefill=True)
         spans = [
             request.prompt_token_ids[start : start + rows + 1]
             for (request, rows), start in zip(chunks, starts, strict=True)
         ]
         fed = [t for span, rows in zip(spans, lengths, strict=True) for t in span[:rows]]
-        hidden = self.model.forward(torch.tensor(fed, device=pools.device), step, pools)
+        token_ids = torch.tensor(fed, device=pools.device)
+        step = Step.of_rows(slots, lengths, starts, token_ids, is_prefill=True)
+        hidden = self.model.forward(step, pools.memories)
 
         self._report_prompts(requests, hidden, spans, lengths)
         last_rows = (step.cu_seqlens[1:] - 1).to(torch.int64)
@@ -82,17 +83,14 @@ class Runner:
             )
             for b, token, report in zip(complete, chosen, reports, strict=True):
                 spans[b].append(max(token, 0))  # the drafter reads on also where the request failed
-                requests[b].extend([token], [report])
+                requests[b].take([token], [report])
         if self.drafter is not None:  # pairs each row with the token after it
             following = [t for span in spans for t in span[1:]]
             head_hidden = self.drafter.absorb(
                 torch.tensor(following, device=pools.device), hidden, step
             )
-        pools.seq_len.index_add_(
-            0,
-            step.slots.to(torch.int64),
-            torch.tensor(lengths, dtype=torch.int32, device=pools.device),
-        )
+        num_rows = torch.tensor(lengths, dtype=torch.int32, device=pools.device)
+        advance(pools.seq_len, step.slots, num_rows)
         for request, rows in chunks:
             request.num_prefilled += rows
         unfinished = [b for b in complete if requests[b].finish_reason is None]
@@ -101,7 +99,7 @@ class Runner:
         now = time.perf_counter()
         for b in complete:
             requests[b].stats.prefill_s = now - requests[b].admitted_at
-            _post(requests[b], ["prefill"][: len(requests[b].token_ids)], [], 0, False)
+            requests[b].post(["prefill"][: requests[b].num_generated], [], 0, False)
 
     def _report_prompts(
         self,
@@ -113,12 +111,15 @@ class Runner:
         """Add log-probabilities of prompt tokens: row i of a span says how likely token i+1 was."""
         start = 0
         for request, span, rows in zip(requests, spans, lengths, strict=True):
-            count, found = request.params.prompt_logprobs, request.prompt_logprobs
-            if count is not None and found is not None:
+            count = request.params.prompt_logprobs
+            if count is not None and request.index == 0:
                 for first in range(0, len(span) - 1, _ROWS_WITH_LOGITS):
                     tokens = span[first + 1 : first + 1 + _ROWS_WITH_LOGITS]
                     some = hidden[start + first : start + first + len(tokens)]
-                    found += report_logprobs(self.model.logits(some), tokens, [count] * len(tokens))
+                    reports = report_logprobs(
+                        self.model.logits(some), tokens, [count] * len(tokens)
+                    )
+                    request.group.add_prompt_reports(reports)
             start += rows
 
     def decode(self, requests: Sequence[Request]) -> None:
@@ -134,7 +135,7 @@ class Runner:
             [request.rule for request in requests],
         )
         taken = [
-            request.extend(tokens, reports)
+            request.take(tokens, reports)
             for request, tokens, reports in zip(
                 requests, verified.tokens, verified.logprobs, strict=True
             )
@@ -151,7 +152,7 @@ class Runner:
             stats.decode_s += elapsed
             last = "bonus" if num_accepted == len(drafted[b]) else "recovered"
             origins = (["accepted"] * num_accepted + [last])[: taken[b]]
-            _post(request, origins, drafted[b], verified.history_len[b], verified.is_fold[b])
+            request.post(origins, drafted[b], verified.history_len[b], verified.is_fold[b])
 
     def _planned(self, requests: Sequence[Request]) -> list[list[int]]:
         """The drafts of each request that this step verifies."""
@@ -176,17 +177,17 @@ class Runner:
             if len(rows) < hidden.shape[0]:
                 hidden = hidden[torch.tensor(rows, device=pools.device)]
             lengths = [taken[b] for b in alive]
-            step = layout_rows(
+            following = [t for b in alive for t in verified.tokens[b][: taken[b]]]
+            next_tokens = torch.tensor(following, device=pools.device)
+            step = Step.of_rows(
                 _slots([requests[b] for b in alive]),
                 lengths,
                 [requests[b].num_tokens - 1 - taken[b] for b in alive],
-                pools.seq_len,  # not committed yet: where these rows begin
+                next_tokens,
                 is_prefill=False,
             )
-            following = [t for b in alive for t in verified.tokens[b][: taken[b]]]
-            head_hidden = self.drafter.absorb(
-                torch.tensor(following, device=pools.device), hidden, step
-            )
+            # Before the commit: the cursor stands where these rows begin.
+            head_hidden = self.drafter.absorb(next_tokens, hidden, step)
             head_hidden = head_hidden[(step.cu_seqlens[1:] - 1).to(torch.int64)]
         commit_rows(pools, verified, taken)
         if head_hidden is not None:
@@ -211,25 +212,3 @@ def _slots(requests: Sequence[Request]) -> list[int]:
     slots = [request.slot for request in requests]
     assert None not in slots
     return slots  # type: ignore[return-value]
-
-
-def _post(
-    request: Request, origins: list[str], drafted: list[int], history_len: int, is_fold: bool
-) -> None:
-    """Put what a step added to a request into its outbox."""
-    request.outbox.append(
-        StepOutput(
-            step=len(request.stats.committed_per_step),
-            token_ids=request.token_ids[len(request.token_ids) - len(origins) :],
-            origins=origins,
-            drafted=drafted,
-            text=request.take_text(),
-            history_len=history_len,
-            is_fold=is_fold,
-            finished=request.finish_reason is not None,
-            finish_reason=request.finish_reason,
-            output=request.output(),
-            index=request.index,
-            logprobs=request.logprobs_of_last(len(origins)),
-        )
-    )

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridspec.errors import CheckpointError, UnsupportedError
+from hybridspec.models.fields import is_there
 
 __all__ = ["Checkpoint", "OnProgress", "weight_files"]
 
@@ -70,7 +71,7 @@ class Checkpoint:
         self._open_file: tuple[Path, Any] | None = None
         self._mapped_bytes = self._done_bytes = 0
         index, single = folder / _INDEX, folder / _SINGLE
-        shard_of = _read_index(index) if index.is_file() else {}
+        shard_of = _read_index(index) if is_there(index) else {}
         # As in transformers, a single file goes before an index that does not speak of it.
         if shard_of and (not single.is_file() or _SINGLE in shard_of.values()):
             self.source = index
@@ -95,7 +96,7 @@ class Checkpoint:
         wanted = {name: shard for name, shard in shard_of.items() if name.startswith(self._only)}
         held = {}
         for shard in sorted(set(wanted.values())):
-            if not (folder / shard).is_file():
+            if not _is_file(folder / shard):
                 raise CheckpointError(f"{index}: names the file {shard}, which does not exist")
             held[shard] = self._add_names(folder / shard)
         for name, shard in wanted.items():
@@ -120,7 +121,7 @@ class Checkpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that a tensor is stored in."""
-        return self._dtype(name, self._slice(name, "any"))
+        return self._dtype(name, self._slice(name, "a tensor"))
 
     def blocks(
         self, name: str, shape: tuple[int, ...], *, is_whole: bool = False
@@ -184,7 +185,9 @@ class Checkpoint:
 
     def _slice(self, name: str, expected: str) -> Any:
         if name not in self._file_of:
-            raise CheckpointError(f"{self.source}: {name}: expected {expected}, found no tensor")
+            raise CheckpointError(
+                f"{self.source}: {name}: expected {expected}, found no tensor{self._hint(name)}"
+            )
         file = self._file_of[name]
         is_open = self._open_file is not None and self._open_file[0] == file
         if not is_open or self._mapped_bytes > _MAX_MAPPED_BYTES:
@@ -192,6 +195,13 @@ class Checkpoint:
             self._mapped_bytes = 0
         assert self._open_file is not None
         return self._open_file[1].get_slice(name)
+
+    def _hint(self, name: str) -> str:
+        """Say what tensors are called where none has a name that starts like this one."""
+        prefix = f"{name.partition('.')[0]}."
+        if self.has_prefix(prefix) or not self._file_of:
+            return ""
+        return f" whose name starts with {prefix}, but {min(self._file_of)}"
 
     def _dtype(self, name: str, stored: Any) -> torch.dtype:
         if stored.get_dtype() not in _DTYPES:
@@ -210,7 +220,7 @@ def weight_files(folder: Path, only: str = "") -> list[str]:
         only: leaves out files without tensors whose names start with this.
     """
     index = folder / _INDEX
-    shard_of = _read_index(index) if index.is_file() else {only: _SINGLE}
+    shard_of = _read_index(index) if is_there(index) else {only: _SINGLE}
     return sorted({shard for name, shard in shard_of.items() if name.startswith(only)})
 
 
@@ -220,12 +230,27 @@ def _read_index(index: Path) -> dict[str, str]:
         shard_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if not shard_of or not all(isinstance(shard, str) for shard in shard_of.values()):
             raise TypeError("names and files must be texts, at least one of each")
+        if outside := [shard for shard in shard_of.values() if not _is_inside(shard)]:
+            raise ValueError(f"{outside[0]!r:.200} is no file of the folder")
     except (OSError, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{index}: expected a JSON object with a weight_map of names to files "
             f"({type(error).__name__}: {error})"
         ) from None
     return dict(shard_of)
+
+
+def _is_inside(shard: str) -> bool:
+    """Whether a name stays in its folder; what a link there points to is its owner's affair."""
+    is_plain = "\0" not in shard and "\\" not in shard
+    return is_plain and not Path(shard).is_absolute() and ".." not in Path(shard).parts
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _opened(file: Path) -> Any:

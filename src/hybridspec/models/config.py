@@ -6,7 +6,6 @@ reads a `ModelConfig`.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 
 from hybridspec.errors import CheckpointError, UnsupportedError
-from hybridspec.runtime.pools import PoolGeometry
+from hybridspec.models.fields import Fields, is_there, read_json
+from hybridspec.values import shown
 
 __all__ = ["GdnConfig", "ModelConfig", "MoeConfig"]
 
@@ -28,7 +28,6 @@ _FAMILIES = {
 # Hybrids of other kinds: right files, which nothing here computes.
 _OTHER_HYBRIDS = ("kimi_linear", "nemotron_h", "olmo_hybrid", "qwen4_exp")
 _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-_MAX_SIZE = 1 << 24  # of anything: no model has more, and tables of this many rows can be made
 _LAYER_KINDS = {"linear_attention": "gdn", "full_attention": "attention"}
 _STATE_DTYPES = {
     "float32": torch.float32,
@@ -44,6 +43,15 @@ _FIXED_FIELDS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("output_gate_type", ("swish", "silu", None)),
     ("mtp_use_dedicated_embeddings", (False,)),
     ("use_sliding_window", (False,)),
+)
+# The sections of a rotation with several positions coincide where all positions are a text's.
+_ROPE_FIELDS = (
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "mrope_section",
+    "mrope_interleaved",
 )
 
 
@@ -95,6 +103,7 @@ class ModelConfig:
         layer_kinds: "gdn" or "attention" for every layer of the trunk.
         rotary_dim: leading dimensions of each attention head that are rotated.
         max_positions: longest sequence that the model was made for.
+        is_head_tied: whether the embedding is the LM head where the files hold none.
         num_mtp_layers: draft layers that the file announces, 1 if it is silent; the weights decide
             what is there.
         state_dtype: dtype in which the checkpoint wants its recurrent states kept.
@@ -130,30 +139,6 @@ class ModelConfig:
         """Layers of the trunk, without the draft head."""
         return len(self.layer_kinds)
 
-    def pool_geometry(self, *, has_mtp: bool, max_verify_tokens: int = 8) -> PoolGeometry:
-        """Return the sizes of the memories that requests of this model need.
-
-        Args:
-            has_mtp: whether the draft head is run, which needs a KV layer of its own.
-            max_verify_tokens: most rows of one request in a step that verifies.
-        """
-        g = self.gdn
-        num_gdn_layers = self.layer_kinds.count("gdn")
-        conv_rows = g.conv_width - 1 + max_verify_tokens
-        return PoolGeometry(
-            num_gdn_layers=num_gdn_layers,
-            num_kv_layers=self.num_layers - num_gdn_layers + has_mtp,
-            num_key_heads=g.num_key_heads,
-            num_value_heads=g.num_value_heads,
-            key_dim=g.key_dim,
-            value_dim=g.value_dim,
-            conv_channels=g.conv_dim,
-            conv_width=g.conv_width,
-            num_kv_heads=self.num_kv_heads,
-            kv_head_dim=self.head_dim,
-            conv_ring_capacity=1 << (conv_rows - 1).bit_length(),
-        )
-
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
         """Read `config.json` (and `generation_config.json` for the end tokens) of a folder.
@@ -170,80 +155,23 @@ class ModelConfig:
         """
         folder = Path(path)
         file = folder / "config.json"
-        if (folder / "adapter_config.json").is_file():
+        if is_there(folder / "adapter_config.json"):
             raise UnsupportedError(
                 f"{folder}/adapter_config.json: an unmerged adapter (LoRA); "
                 f"merge it into its base model first"
             )
         for name in _QUANTIZATION_FILES:
-            if (folder / name).is_file():
+            if is_there(folder / name):
                 raise UnsupportedError(f"{folder / name}: quantized files are not supported")
-        if not file.is_file():
+        if not is_there(file):
             raise CheckpointError(f"{folder}: expected a model folder with config.json, found none")
-        raw = _read_json(file)
+        raw = read_json(file)
         generation_file = folder / "generation_config.json"
-        generation = _read_json(generation_file) if generation_file.is_file() else {}
-        return _config_from_fields(
-            _Fields(raw, str(file)), _Fields(generation, str(generation_file))
-        )
+        generation = read_json(generation_file) if is_there(generation_file) else {}
+        return _config_from_fields(Fields(raw, str(file)), Fields(generation, str(generation_file)))
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not readable as JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {type(raw).__name__}")
-    return raw
-
-
-class _Fields:
-    """The fields of one file, with `text_config` before the top level, and messages that name it.
-
-    Args:
-        raw: the parsed file.
-        source: name of the file for messages.
-    """
-
-    def __init__(self, raw: dict[str, Any], source: str) -> None:
-        text = raw.get("text_config", {})
-        if not isinstance(text, dict):
-            raise CheckpointError(f"{source}: text_config: expected an object, found {text!r}")
-        self.source = source
-        self.model_type: Any = raw.get("model_type")
-        self._merged = {**raw, **{k: v for k, v in text.items() if v is not None}}
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self._merged.get(name)
-        return default if value is None else value
-
-    def fail(self, name: str, expected: str) -> CheckpointError:
-        found = repr(self._merged[name]) if name in self._merged else "nothing"
-        return CheckpointError(f"{self.source}: {name}: expected {expected}, found {found}")
-
-    def size(self, name: str, default: int | None = None) -> int:
-        value = self.get(name, default)
-        if type(value) is not int or value < 1:
-            raise self.fail(name, "a positive whole number")
-        if value > _MAX_SIZE:
-            raise self.fail(name, f"at most {_MAX_SIZE}")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.get(name, default)
-        if type(value) not in (int, float) or not 0 < value < 1e30:
-            raise self.fail(name, "a positive number")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.get(name, default)
-        if not isinstance(value, bool):
-            raise self.fail(name, "true or false")
-        return value
-
-
-def _config_from_fields(fields: _Fields, generation: _Fields) -> ModelConfig:
+def _config_from_fields(fields: Fields, generation: Fields) -> ModelConfig:
     _require_known_arithmetic(fields)
     num_heads = fields.size("num_attention_heads")
     num_kv_heads = fields.size("num_key_value_heads")
@@ -281,7 +209,7 @@ def _config_from_fields(fields: _Fields, generation: _Fields) -> ModelConfig:
         rope_theta=rope_theta,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_positions=fields.size("max_position_embeddings", 32768),
-        is_head_tied=fields.flag("tie_word_embeddings", False),
+        is_head_tied=fields.any_flag("tie_word_embeddings"),
         gdn=gdn,
         num_mtp_layers=fields.get("mtp_num_hidden_layers", 1),
         state_dtype=_state_dtype(fields),
@@ -289,17 +217,19 @@ def _config_from_fields(fields: _Fields, generation: _Fields) -> ModelConfig:
     )
 
 
-def _require_known_arithmetic(fields: _Fields) -> None:
+def _require_known_arithmetic(fields: Fields) -> None:
     model_type = fields.model_type
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         expected = ", ".join(repr(name) for name in _FAMILIES)
-        message = f"{fields.source}: model_type: expected one of {expected}, found {model_type!r}"
+        message = (
+            f"{fields.source}: model_type: expected one of {expected}, found {shown(model_type)}"
+        )
         raise (UnsupportedError if model_type in _OTHER_HYBRIDS else CheckpointError)(message)
     for name, allowed in _FIXED_FIELDS:
         value = fields.get(name, allowed[0])
         if value not in allowed:
             raise UnsupportedError(
-                f"{fields.source}: {name}: only {allowed[0]!r} is supported, found {value!r}"
+                f"{fields.source}: {name}: only {allowed[0]!r} is supported, found {shown(value)}"
             )
     if fields.get("quantization_config") is not None:
         raise UnsupportedError(
@@ -308,25 +238,32 @@ def _require_known_arithmetic(fields: _Fields) -> None:
     for name in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
         if fields.get(name, 1) not in (0, 1):
             raise UnsupportedError(
-                f"{fields.source}: {name}: only 0 or 1 is supported, found {fields.get(name)!r}"
+                f"{fields.source}: {name}: only 0 or 1 is supported, "
+                f"found {shown(fields.get(name))}"
             )
 
 
-def _rope(fields: _Fields, head_dim: int) -> tuple[float, int]:
+def _rope(fields: Fields, head_dim: int) -> tuple[float, int]:
     """Return theta and the rotated dimensions, from `rope_parameters` or the top level."""
     nested: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         found = fields.get(name, {})
         if not isinstance(found, dict):
             raise fields.fail(name, "an object")
-        rope_type = found.get("rope_type", found.get("type", "default"))
-        if rope_type != "default":
+        found = {key: value for key, value in found.items() if value is not None}
+        for key in ("rope_type", "type"):
+            if found.get(key, "default") != "default":
+                raise UnsupportedError(
+                    f"{fields.source}: {name}: rope_type: only 'default' is supported, "
+                    f"found {shown(found[key])}"
+                )
+        if unknown := [key for key in found if key not in _ROPE_FIELDS]:
             raise UnsupportedError(
-                f"{fields.source}: {name}: rope_type: only 'default' is supported, "
-                f"found {rope_type!r}"
+                f"{fields.source}: {name}: only {', '.join(_ROPE_FIELDS)} are supported, "
+                f"found {shown(unknown[0])}"
             )
         nested |= found
-    rope = _Fields(
+    rope = Fields(
         {
             "rope_theta": fields.get("rope_theta"),
             "partial_rotary_factor": fields.get("partial_rotary_factor"),
@@ -340,7 +277,7 @@ def _rope(fields: _Fields, head_dim: int) -> tuple[float, int]:
     return rope.number("rope_theta", 10_000.0), rotary_dim
 
 
-def _layer_kinds(fields: _Fields) -> tuple[str, ...]:
+def _layer_kinds(fields: Fields) -> tuple[str, ...]:
     num_layers = fields.size("num_hidden_layers")
     names = fields.get("layer_types")
     if names is None:
@@ -351,12 +288,12 @@ def _layer_kinds(fields: _Fields) -> tuple[str, ...]:
     if unknown := [name for name in map(str, names) if name not in _LAYER_KINDS]:
         raise UnsupportedError(
             f"{fields.source}: layer_types: only {', '.join(map(repr, _LAYER_KINDS))} are "
-            f"supported, found {unknown[0]!r}"
+            f"supported, found {shown(unknown[0])}"
         )
     return tuple(_LAYER_KINDS[name] for name in names)
 
 
-def _moe(fields: _Fields, num_layers: int) -> MoeConfig | None:
+def _moe(fields: Fields, num_layers: int) -> MoeConfig | None:
     """Return the mixtures of experts, or None where every layer has a plain MLP."""
     family = _FAMILIES[fields.model_type]
     dense_layers = _dense_layers(fields, num_layers) if family == "qwen3_next" else ()
@@ -381,7 +318,7 @@ def _moe(fields: _Fields, num_layers: int) -> MoeConfig | None:
     )
 
 
-def _dense_layers(fields: _Fields, num_layers: int) -> tuple[int, ...]:
+def _dense_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """Return the layers of a Qwen3-Next trunk that have a plain MLP."""
     listed = fields.get("mlp_only_layers", [])
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
@@ -392,14 +329,14 @@ def _dense_layers(fields: _Fields, num_layers: int) -> tuple[int, ...]:
     return tuple(i for i in range(num_layers) if i in listed or (i + 1) % interval)
 
 
-def _state_dtype(fields: _Fields) -> torch.dtype:
+def _state_dtype(fields: Fields) -> torch.dtype:
     name = str(fields.get("mamba_ssm_dtype", "float32"))
     if name not in _STATE_DTYPES:
         raise fields.fail("mamba_ssm_dtype", "one of " + ", ".join(map(repr, _STATE_DTYPES)))
     return _STATE_DTYPES[name]
 
 
-def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
+def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
     value = fields.get("eos_token_id", [])
     ids = value if isinstance(value, list) else [value]
     if any(type(token) is not int for token in ids):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +16,28 @@ from hybridspec.errors import CheckpointError
 from hybridspec.models.checkpoint import Checkpoint, OnProgress
 from hybridspec.models.config import ModelConfig
 from hybridspec.models.dummy import DummyCheckpoint
-from hybridspec.models.layers import DecoderLayer, GdnLayer, RmsNorm, RotaryTable
+from hybridspec.models.layers import (
+    AttentionLayer,
+    DecoderLayer,
+    GdnLayer,
+    Mixer,
+    Rotary,
+    Rows,
+)
 from hybridspec.models.mtp import MtpHead
 from hybridspec.models.weights import MTP_PREFIX, WeightReader, embedding_name
-from hybridspec.runtime.pools import Pools
-from hybridspec.runtime.step import Step
+from hybridspec.ops.norms import RmsNorm
+from hybridspec.ops.verify_plan import Step
+from hybridspec.runtime import MemoryOptions, MemorySpecs
 
-__all__ = ["HybridModel", "load_model"]
+__all__ = ["MIXERS", "HybridModel", "ModelFacts", "load_model", "memory_specs", "read_facts"]
+
+MIXERS: dict[str, type[Mixer]] = {
+    "gdn": GdnLayer,
+    "attention": AttentionLayer,
+}  # by their names in the config
+
+_Files = Checkpoint | DummyCheckpoint
 
 # What a draft head's tensors mean depends on these, and shapes do not tell all of them.
 _MTP_FIELDS = ("num_attention_heads", "num_kv_heads", "head_dim", "rotary_dim")
@@ -50,38 +67,30 @@ class HybridModel:
     layers: tuple[DecoderLayer, ...]
     norm: RmsNorm
     head: Tensor
-    rotary: RotaryTable
+    rotary: Rotary
     num_parameters: int
     mtp: MtpHead | None
 
-    def with_attention(self, **backends: str) -> Self:
-        """Return the same model with other implementations of attention, as a layer takes them."""
-        layers = tuple(layer.with_attention(**backends) for layer in self.layers)
-        mtp = self.mtp
-        if mtp is not None:
-            mtp = replace(mtp, layer=mtp.layer.with_attention(**backends))
-        return replace(self, layers=layers, mtp=mtp)
+    def memory_specs(self, options: MemoryOptions, *, has_head: bool = True) -> MemorySpecs:
+        """State the memories that requests need, the draft head's included if it is run."""
+        return memory_specs(self.config, options, has_head=has_head and self.mtp is not None)
 
-    def forward(self, token_ids: Tensor, step: Step, pools: Pools) -> Tensor:
+    def forward(self, step: Step, memories: Sequence[Any]) -> Tensor:
         """Run the trunk over packed rows and append them to the logs of their slots.
 
         Cursors are read, not moved: committing is the caller's.
 
         Args:
-            token_ids: [N] int64; in.
-            step: row layout of the batch.
-            pools: the memories; logs in-out, cursors in.
+            step: the rows, their tokens and their layout.
+            memories: one for each layer; logs in-out, cursors in.
 
         Returns:
             Hidden states after the final norm, [N, D], dtype of the model.
         """
-        page_table = pools.page_table
-        self.rotary.reserve(page_table.shape[1] * pools.page_size)
-        rotary = self.rotary.rows(step.positions)
-        x = F.embedding(token_ids, self.embedding)
-        for layer in self.layers:
-            pool_list = pools.gdn if isinstance(layer.mixer, GdnLayer) else pools.kv
-            x = layer.forward(x, rotary, step, pool_list[layer.pool_index], page_table)
+        rows = Rows(step, self.rotary.rows(step.positions))
+        x = F.embedding(step.token_ids, self.embedding)
+        for layer, memory in zip(self.layers, memories, strict=True):
+            x = layer.forward(x, rows, memory)
         return self.norm.forward(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -93,12 +102,27 @@ class HybridModel:
         return logits if logits.dtype is torch.float64 else logits.float()
 
 
+def memory_specs(config: ModelConfig, options: MemoryOptions, *, has_head: bool) -> MemorySpecs:
+    """State the memories that requests of a model need, without its weights.
+
+    Args:
+        config: sizes of the model.
+        options: dtypes and lengths.
+        has_head: whether a draft head is run, which needs a memory of its own.
+    """
+    return MemorySpecs(
+        layers=tuple(MIXERS[kind].memory_spec(config, options) for kind in config.layer_kinds),
+        head=AttentionLayer.memory_spec(config, options) if has_head else None,
+        options=options,
+    )
+
+
 def load_model(
     path: str | Path,
     *,
     dtype: torch.dtype | Literal["auto"] = "auto",
     device: str | torch.device = "cpu",
-    backend: str = "auto",
+    backends: Mapping[str, str] = MappingProxyType({}),
     mtp_from: str | Path | None = None,
     has_dummy_weights: bool = False,
     on_progress: OnProgress | None = None,
@@ -110,7 +134,7 @@ def load_model(
         dtype: dtype of matrices and activations; "auto" is fp32 on a CPU, the stored dtype of the
             embedding elsewhere. Norms, A_log and dt_bias are at least fp32 in any case.
         device: where the tensors go.
-        backend: implementation of the ops, handed to the layers.
+        backends: by op, the implementation that the layers use; others choose at each call.
         mtp_from: folder to take the draft head from, in place of the model's own.
         has_dummy_weights: make the weights up instead of reading them; needs config.json only.
         on_progress: called with the bytes read so far and the bytes of all files.
@@ -122,33 +146,21 @@ def load_model(
         CheckpointError: if a folder is incomplete, broken or does not match the config.
         UnsupportedError: if it describes a model that this package does not compute.
     """
-    folder = Path(path)
-    config = ModelConfig.from_folder(folder)
     device = torch.device(device)
-    checkpoint: Checkpoint | DummyCheckpoint
-    mtp_checkpoint: Checkpoint | DummyCheckpoint
-    if has_dummy_weights:
-        checkpoint = DummyCheckpoint(device, has_mtp=config.num_mtp_layers > 0)
-    else:
-        checkpoint = Checkpoint(folder, device, on_progress=on_progress)
-    mtp_checkpoint = checkpoint
-    if mtp_from is not None:
-        mtp_checkpoint = _open_mtp(Path(mtp_from), config, device)
-        checkpoint.skip(MTP_PREFIX)
+    config, checkpoint, mtp_checkpoint = _opened(
+        Path(path), device, mtp_from, has_dummy_weights, on_progress
+    )
     if dtype == "auto":
-        stored = checkpoint.dtype(embedding_name(checkpoint))
-        dtype = torch.float32 if device.type == "cpu" else stored
+        dtype = _facts(config, checkpoint, mtp_checkpoint).dtype_on(device)
     reader = WeightReader(
         checkpoint=checkpoint,
         mtp_checkpoint=mtp_checkpoint,
         config=config,
         dtype=dtype,
         device=device,
-        backend=backend,
+        backends=backends,
     )
-    rotary = RotaryTable(
-        config.rotary_dim, config.rope_theta, dtype=reader.vector_dtype, device=device
-    )
+    rotary = Rotary(config.rotary_dim, config.rope_theta, dtype=reader.vector_dtype, device=device)
     embedding = reader.embedding()
     model = HybridModel(
         config=config,
@@ -168,7 +180,56 @@ def load_model(
     return replace(model, num_parameters=sum(source.num_parameters for source in sources))
 
 
-def _load_mtp(reader: WeightReader, embedding: Tensor, rotary: RotaryTable) -> MtpHead:
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the headers of a model's files say.
+
+    Attributes:
+        has_mtp: whether there is a draft head.
+        stored_dtype: dtype of the embedding in the files.
+    """
+
+    has_mtp: bool
+    stored_dtype: torch.dtype
+
+    def dtype_on(self, device: torch.device) -> torch.dtype:
+        """Return what "auto" means: fp32 on a CPU, the stored dtype elsewhere."""
+        return torch.float32 if device.type == "cpu" else self.stored_dtype
+
+
+def read_facts(
+    path: str | Path, *, mtp_from: str | Path | None = None, has_dummy_weights: bool = False
+) -> ModelFacts:
+    """Read what `load_model` would find, without reading a weight; arguments and errors are its."""
+    return _facts(*_opened(Path(path), torch.device("cpu"), mtp_from, has_dummy_weights, None))
+
+
+def _facts(_: ModelConfig, checkpoint: _Files, mtp_checkpoint: _Files) -> ModelFacts:
+    stored = checkpoint.dtype(embedding_name(checkpoint))
+    return ModelFacts(mtp_checkpoint.has_prefix(MTP_PREFIX), stored)
+
+
+def _opened(
+    folder: Path,
+    device: torch.device,
+    mtp_from: str | Path | None,
+    has_dummy_weights: bool,
+    on_progress: OnProgress | None,
+) -> tuple[ModelConfig, _Files, _Files]:
+    """Open a model's files, and those that hold its draft head."""
+    config = ModelConfig.from_folder(folder)
+    checkpoint: _Files
+    if has_dummy_weights:
+        checkpoint = DummyCheckpoint(device, has_mtp=config.num_mtp_layers > 0)
+    else:
+        checkpoint = Checkpoint(folder, device, on_progress=on_progress)
+    if mtp_from is None:
+        return config, checkpoint, checkpoint
+    checkpoint.skip(MTP_PREFIX)
+    return config, checkpoint, _open_mtp(Path(mtp_from), config, device)
+
+
+def _load_mtp(reader: WeightReader, embedding: Tensor, rotary: Rotary) -> MtpHead:
     return MtpHead(
         embedding=embedding,
         layer=reader.mtp_layer(),

@@ -13,6 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as JsonTokenizer
 
 from hybridspec.errors import CheckpointError
+from hybridspec.models.fields import is_there
 
 __all__ = ["Detokenizer", "Tokenizer", "load_tokenizer"]
 
@@ -29,9 +30,9 @@ class Tokenizer:
 
     def __init__(self, backend: JsonTokenizer) -> None:
         self.backend = backend
-        self._special_ids = frozenset(
-            token for token, added in backend.get_added_tokens_decoder().items() if added.special
-        )
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token for token, one in added.items() if one.special)
+        self._added_bytes = {token: one.content.encode() for token, one in added.items()}
         decoder = json.loads(backend.to_str())["decoder"] or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
 
@@ -44,7 +45,8 @@ class Tokenizer:
         """Return the token ids of a text; raises ValueError for what has none."""
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except Exception as error:  # the package raises plain Exception for whatever is wrong
+        except BaseException as error:
+            _raise_if_not_of_the_package(error)
             reason = str(error)
             if any("\ud800" <= char <= "\udfff" for char in text):
                 reason = "half a surrogate pair in it; bytes that are not UTF-8 become such"
@@ -52,11 +54,22 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens; bytes that are no valid UTF-8 become U+FFFD."""
+        if self._is_byte_level:
+            pieces = (
+                self.token_bytes(token, skip_special_tokens=skip_special_tokens)
+                for token in token_ids
+            )
+            return b"".join(piece for piece in pieces if piece).decode("utf-8", "replace")
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token given by its text, or None."""
         return self.backend.token_to_id(token)
+
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token that is written like this, or None."""
+        token = self.backend.token_to_id(text)
+        return token if token in self._special_ids else None
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes | None:
         """Return the bytes that a token stands for.
@@ -69,6 +82,8 @@ class Tokenizer:
         token = self.backend.id_to_token(token_id)
         if token is None or (skip_special_tokens and token_id in self._special_ids):
             return b""
+        if token_id in self._added_bytes:  # written out, not in the characters of the vocabulary
+            return self._added_bytes[token_id]
         if all(char in _BYTE_OF_CHAR for char in token):
             return bytes(_BYTE_OF_CHAR[char] for char in token)
         return token.encode()
@@ -143,7 +158,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
         CheckpointError: if the file is broken.
     """
     file = Path(path) / "tokenizer.json"
-    if not file.is_file():
+    if not is_there(file):
         return None
     try:
         backend = JsonTokenizer.from_file(str(file))
@@ -151,8 +166,18 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
         backend.no_truncation()
         backend.no_padding()
         return Tokenizer(backend)
-    except Exception as error:  # as above
+    except BaseException as error:
+        _raise_if_not_of_the_package(error)
         raise CheckpointError(f"{file}: not readable as a tokenizer ({error})") from None
+
+
+def _raise_if_not_of_the_package(error: BaseException) -> None:
+    """Raise what `tokenizers` did not: it has plain Exception and, for a panic, a type of its own.
+
+    A pattern that backtracks for too long is such a panic, which is no Exception.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
 
 
 def _byte_of_char() -> dict[str, int]:

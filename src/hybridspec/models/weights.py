@@ -7,7 +7,7 @@ for is an error: a file that does not match its config would otherwise run and p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,17 @@ from torch import Tensor
 from hybridspec.models.checkpoint import Checkpoint
 from hybridspec.models.config import ModelConfig
 from hybridspec.models.dummy import DummyCheckpoint
-from hybridspec.models.layers import AttentionLayer, DecoderLayer, GdnLayer, RmsNorm
+from hybridspec.models.layers import (
+    ATTENTION,
+    CAUSAL_CONV1D,
+    GATED_DELTA_RULE,
+    PROMPT_ATTENTION,
+    AttentionLayer,
+    DecoderLayer,
+    GdnLayer,
+)
 from hybridspec.models.mlp import Mlp, MoeMlp
+from hybridspec.ops.norms import RmsNorm
 
 __all__ = ["MTP_PREFIX", "WeightReader", "embedding_name"]
 
@@ -46,7 +55,7 @@ class WeightReader:
         config: sizes.
         dtype: dtype of matrices and activations.
         device: where tensors go.
-        backend: handed to the layers.
+        backends: by op, what the layers use; "auto" for others.
     """
 
     checkpoint: Checkpoint | DummyCheckpoint
@@ -54,10 +63,7 @@ class WeightReader:
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    backend: str
-    _num_pools: dict[str, int] = field(
-        init=False, default_factory=lambda: {"gdn": 0, "attention": 0}
-    )
+    backends: Mapping[str, str]
     # One for all blocks: what is allocated and freed between tensors that stay leaves holes.
     _scratch: Tensor = field(init=False, default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
@@ -79,18 +85,26 @@ class WeightReader:
         return embedding
 
     def head(self, embedding: Tensor) -> Tensor:
-        """Return the matrix of the LM head, [vocab, D]; the embedding itself where tied."""
-        if self.config.is_head_tied:
-            self.checkpoint.skip("lm_head.weight")
+        """Return the matrix of the LM head, [vocab, D].
+
+        A head that the files hold counts, whatever the config says of sharing; the embedding stands
+        in where there is none, and for a copy of it.
+        """
+        name, is_tied = "lm_head.weight", self.config.is_head_tied
+        if is_tied and not self.checkpoint.has(name):
             return embedding
-        return self._matrix("lm_head.weight", self.config.vocab_size, self.config.hidden_size)
+        head = self._matrix(name, self.config.vocab_size, self.config.hidden_size)
+        if is_tied and torch.equal(head, embedding):
+            self.checkpoint.num_parameters -= head.numel()
+            return embedding
+        return head
 
     def final_norm(self) -> RmsNorm:
         """Return the norm behind the last layer."""
         return self._norm(f"{_trunk_prefix(self.checkpoint)}norm.weight", self.config.hidden_size)
 
     def trunk_layer(self, index: int) -> DecoderLayer:
-        """Return layer `index` of the trunk; layers must be asked for in order."""
+        """Return layer `index` of the trunk."""
         moe = self.config.moe
         return self._layer(
             f"{_trunk_prefix(self.checkpoint)}layers.{index}.",
@@ -99,7 +113,7 @@ class WeightReader:
         )
 
     def mtp_layer(self) -> DecoderLayer:
-        """Return the draft head's attention layer; asked for after the trunk's."""
+        """Return the draft head's attention layer."""
         prefix = f"{MTP_PREFIX}layers.0."
         is_plain = self.mtp_checkpoint.has(f"{prefix}mlp.gate_proj.weight")
         return self._layer(
@@ -178,8 +192,6 @@ class WeightReader:
 
     def _layer(self, prefix: str, kind: str, *, has_experts: bool) -> DecoderLayer:
         size = self.config.hidden_size
-        pool_index = self._num_pools[kind]
-        self._num_pools[kind] += 1
         mlp = f"{prefix}mlp."
         return DecoderLayer(
             mixer=self._gdn(f"{prefix}linear_attn.")
@@ -188,7 +200,6 @@ class WeightReader:
             mlp=self._moe(mlp) if has_experts else self._mlp(mlp, self.config.ffn_size),
             mixer_norm=self._norm(f"{prefix}input_layernorm.weight", size),
             mlp_norm=self._norm(f"{prefix}post_attention_layernorm.weight", size),
-            pool_index=pool_index,
         )
 
     def _mlp(self, prefix: str, ffn_size: int) -> Mlp:
@@ -256,7 +267,8 @@ class WeightReader:
                 self.config.hidden_size,
                 g.num_value_heads * g.value_dim,
             ),
-            backend=self.backend,
+            conv_backend=self.backends.get(CAUSAL_CONV1D, "auto"),
+            rule_backend=self.backends.get(GATED_DELTA_RULE, "auto"),
         )
 
     def _gdn_projections(self, prefix: str) -> Tensor:
@@ -317,6 +329,6 @@ class WeightReader:
                 c.norm_eps,
             ),
             out_weight=self._matrix(f"{prefix}o_proj.weight", c.hidden_size, q_size),
-            verify_backend=self.backend,
-            prefill_backend=self.backend,
+            verify_backend=self.backends.get(ATTENTION, "auto"),
+            prefill_backend=self.backends.get(PROMPT_ATTENTION, "auto"),
         )

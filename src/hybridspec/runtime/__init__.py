@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from hybridspec.runtime.pools import GdnPool, KvPool, PoolGeometry, Pools
-from hybridspec.runtime.sampling_table import SamplingPool, SlotOptions
+from hybridspec.runtime.host_memory import available_host_bytes
+from hybridspec.runtime.memory import GdnMemory, KvMemory, MemoryOptions, MemorySpec, MemorySpecs
+from hybridspec.runtime.pools import Pools
+from hybridspec.runtime.sampling_table import SamplingPool
+from hybridspec.runtime.slot_options import SlotOptions
 from hybridspec.runtime.slots import Allocator
-from hybridspec.runtime.step import Step
 
 __all__ = [
     "Allocator",
-    "GdnPool",
-    "KvPool",
-    "PoolGeometry",
+    "GdnMemory",
+    "KvMemory",
+    "MemoryOptions",
+    "MemorySpec",
+    "MemorySpecs",
     "Pools",
     "SamplingPool",
     "SlotOptions",
-    "Step",
+    "available_host_bytes",
 ]

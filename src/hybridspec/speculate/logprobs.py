@@ -22,10 +22,12 @@ class Logprob:
     Attributes:
         logprob: natural logarithm of its probability.
         rank: 1 + the number of tokens that were more likely.
+        decoded_token: the token's text, special tokens written out; None where no text is made.
     """
 
     logprob: float
     rank: int
+    decoded_token: str | None = None
 
 
 # By token id: the token that stands there, then the most likely ones, most likely first.

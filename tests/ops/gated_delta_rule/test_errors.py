@@ -71,8 +71,8 @@ SHARED = [
     ("k", lambda x: x.to(F32), TypeError, "k: expected dtype float64, got float32"),
     ("a", lambda x: x.long(), TypeError, "a: expected dtype float32, .*, got int64"),
     ("b", lambda x: x.bool(), TypeError, "b: expected dtype float32, .*, got bool"),
-    ("A_log", lambda x: x.to(BF16), TypeError, "A_log: expected dtype float32, float64, got bf"),
-    ("dt_bias", lambda x: x.to(BF16), TypeError, "dt_bias: expected dtype float32, float64, got"),
+    ("A_log", lambda x: x.int(), TypeError, "A_log: expected dtype float32, .* got int32"),
+    ("dt_bias", lambda x: x.bool(), TypeError, "dt_bias: expected dtype float32, .*, got bool"),
     ("state", lambda x: x.int(), TypeError, "state: expected dtype float32, .*, got int32"),
     ("ring.k", lambda x: x.int(), TypeError, "ring.k: expected dtype float32, .*, got int32"),
     ("ring.u", lambda x: x.int(), TypeError, "ring.u: expected dtype float32, .*, got int32"),
@@ -207,88 +207,3 @@ def test_wrong_arguments_of_fold_and_materialize() -> None:
         gated_delta_rule.materialize(**right, out_slots=ints, num_rows=ints[:1])
     with pytest.raises(ValueError, match=r"out_slots: expected shape \[B\] = \[2\], got \[1\]"):
         gated_delta_rule.materialize(**right, out_slots=ints[:1], num_rows=ints)
-
-
-def test_wrong_arguments_of_commit_and_decide_folds() -> None:
-    names = ("seq_len", "ring_start", "history_len")
-    per_slot = {name: torch.zeros(7, dtype=torch.int32) for name in names}
-    names = ("slots", "num_verify_tokens", "num_committed")
-    per_request = {name: torch.zeros(2, dtype=torch.int32) for name in names}
-    per_request["is_fold"] = torch.zeros(2, dtype=torch.int8)
-
-    def commit(**wrong: object) -> None:
-        gated_delta_rule.commit(
-            **{**per_slot, **per_request, "ring_capacity": 32, **wrong},
-        )
-
-    commit()
-    for name in per_slot:
-        with pytest.raises(TypeError, match=f"{name}: expected dtype int32, got int64"):
-            commit(**{name: per_slot[name].long()})
-    with pytest.raises(ValueError, match=r"history_len: expected shape \[S\] = \[7\], got \[6\]"):
-        commit(history_len=per_slot["history_len"][:6])
-    for name in per_request:
-        with pytest.raises(ValueError, match=rf"{name}: expected shape .*, got \[2, 1\]"):
-            commit(**{name: per_request[name][:, None]})
-        with pytest.raises(TypeError, match=f"{name}: expected dtype int.*, got float32"):
-            commit(**{name: per_request[name].float()})
-    with pytest.raises(ValueError, match="ring_capacity: expected a power of two, got 24"):
-        commit(ring_capacity=24)
-    with pytest.raises(TypeError, match="ring_capacity: expected an integer, got '32'"):
-        commit(ring_capacity="32")
-    with pytest.raises(ValueError, match="history_len: expected a last stride of 1"):
-        commit(history_len=torch.zeros(14, dtype=torch.int32)[::2])
-    with pytest.raises(ValueError, match="backend: expected one of"):
-        commit(backend="none")
-
-    step = {name: per_request[name] for name in ("slots", "num_verify_tokens", "is_fold")}
-    with pytest.raises(TypeError, match="history_len: expected dtype int32, got float32"):
-        gated_delta_rule.decide_folds(per_slot["seq_len"].float(), **step, max_window=16)
-    with pytest.raises(TypeError, match="ring_start: expected dtype int32, got float32"):
-        gated_delta_rule.decide_folds(
-            per_slot["seq_len"], **step, max_window=16, ring_start=per_slot["seq_len"].float()
-        )
-    for wrong, kind, text in (
-        (0, ValueError, "max_window: expected at least 1, got 0"),
-        (None, TypeError, "max_window: expected an integer, got None"),
-    ):
-        with pytest.raises(kind, match=text):
-            gated_delta_rule.decide_folds(per_slot["seq_len"], **step, max_window=wrong)
-    with pytest.raises(TypeError, match="is_fold: expected dtype int8, got bool"):
-        gated_delta_rule.decide_folds(
-            per_slot["seq_len"], **(step | {"is_fold": step["is_fold"].bool()}), max_window=16
-        )
-
-
-def test_wrong_arguments_of_restart_windows() -> None:
-    start, length = torch.zeros(3, dtype=torch.int32), torch.full((3,), 14, dtype=torch.int32)
-    right = {"fold_threshold": 13, "ring_capacity": 32}
-    for wrong, kind, text in (
-        ({"ring_capacity": 31}, ValueError, "ring_capacity: expected a power of two, got 31"),
-        ({"ring_capacity": "32"}, TypeError, "ring_capacity: expected an integer, got '32'"),
-        ({"fold_threshold": None}, TypeError, "fold_threshold: expected an integer, got None"),
-        ({"fold_threshold": 2**31}, ValueError, "fold_threshold: expected at most 2147483647"),
-        ({"slots": torch.zeros(6).int()[::2]}, ValueError, "slots: expected a last stride of 1"),
-    ):
-        with pytest.raises(kind, match=text):
-            gated_delta_rule.restart_windows(start, length, **(right | wrong))
-    assert length.tolist() == [14, 14, 14]
-    gated_delta_rule.restart_windows(start, length, **right)
-    assert (start.tolist(), length.tolist()) == ([14] * 3, [0] * 3)
-
-
-def test_wrong_pools_and_slots() -> None:
-    pools = [torch.zeros(7, 3), torch.zeros(6)]
-    slots = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(
-        ValueError, match=r"pools\[1\]: expected 7 slots like pools\[0\], got shape"
-    ):
-        gated_delta_rule.copy_slots(pools, slots, slots)
-    with pytest.raises(
-        ValueError, match=r"pools\[1\]: expected 7 slots like pools\[0\], got shape"
-    ):
-        gated_delta_rule.reset_slots(pools, slots)
-    with pytest.raises(ValueError, match=r"dst_slots: expected shape \[B\] = \[2\], got \[1\]"):
-        gated_delta_rule.copy_slots(pools[:1], slots, slots[:1])
-    with pytest.raises(TypeError, match="slots: expected dtype int32, got int64"):
-        gated_delta_rule.reset_slots(pools[:1], slots.long())

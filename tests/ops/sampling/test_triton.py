@@ -1,4 +1,4 @@
-"""The kernels without a GPU: interpreted against the CPU's backend, and compiled."""
+"""The kernels that choose tokens, compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -7,17 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.triton_process import run_interpreted, run_with_compiler
+from helpers.triton_process import run_with_compiler
 
 HERE = Path(__file__).resolve().parent
-
-
-def test_noise_equals_the_generator_of_triton() -> None:
-    run_interpreted(HERE / "interpreted.py")
-
-
-def test_interpreted_kernels_choose_the_same_tokens() -> None:
-    run_interpreted(HERE / "interpreted_choose.py")
 
 
 @pytest.mark.parametrize(

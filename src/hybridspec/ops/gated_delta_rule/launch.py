@@ -18,7 +18,7 @@ from hybridspec.ops._triton_support import (
     round_up_to_power_of_two,
 )
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
-from hybridspec.ops.gated_delta_rule.ring import RingView
+from hybridspec.ops.ring.view import RingView
 
 __all__ = [
     "EXACT",
@@ -273,9 +273,9 @@ def verify(
             cursors.fold_threshold,
             q.shape[0] // num_requests if cu_seqlens is None else None,
             q.shape[0], num_requests, scale, beta_scale,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], a.stride(0), b.stride(0),
-            *state.stride()[:3], *ring.k.stride()[:3], *ring.u.stride()[:3],
-            *ring.cum_log_decay.stride()[:2], *out.stride()[:2],
+            q.stride()[:2], k.stride()[:2], v.stride()[:2], (a.stride(0), b.stride(0)),
+            state.stride()[:3], ring.k.stride()[:3], ring.u.stride()[:3],
+            ring.cum_log_decay.stride()[:2], out.stride()[:2],
             H=k.shape[1],
             HV=value_heads,
             K=key_dim,

@@ -1,0 +1,90 @@
+"""Every benchmark and script runs, in its smallest form: on a CPU where it can, else on a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.scripts import ROOT, run_apart, run_here
+
+ON_A_CPU = {
+    "cpu_generate.py": ["--prompts", 1, "--max-tokens", 2, "--rounds", 1],
+    "fold_rules.py": ["--steps", 20],
+    "gdn_8bit_forms.py": ["--first", "--tokens", 24],
+    "tensor_cache.py": ["--devices", "cpu", "--rounds", 1, "--limit", 1],
+}
+ON_A_GPU = {
+    "attention_parts.py": ["--iterations", 1, "--limit", 1],
+    "attention_verify.py": ["--iters", 1, "--jobs", 1, "--limit", 1],
+    "gdn_8bit_forms.py": ["--first", "--tokens", 24, "--device", "cuda"],
+    "gdn_drift.py": ["--steps", 500, "--modes", "bf16"],
+    "gdn_fold_stagger.py": ["--steps", 8, "--rounds", 1],
+    "gdn_verify.py": ["--batch", 1, "--iters", 1],
+    "tensor_cache.py": ["--devices", "cuda", "--rounds", 1, "--limit", 1],
+    "verify_plan.py": ["--limit", 2],
+}
+MANY_REQUESTS = ["--requests", 3, "--verify-rows", 6, "--draft-tokens", 2, "--max-tokens", 6]
+# Run by the script of the same name and by tests/tools, which have what it takes.
+ELSEWHERE = {"dynamic_verify.py", "gdn_8bit_model.py"}
+# What the others import.
+SHARED = {"harness.py", "measured_commit.py", "spread.py"}
+
+
+def last_line(output: str) -> dict:
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ON_A_CPU)
+def test_on_a_cpu(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last line is the result, which is also what goes into a file."""
+    file = tmp_path / "result.json"
+    run_here(f"benchmarks/{name}", *ON_A_CPU[name], "--json", file)
+    result = last_line(capsys.readouterr().out)
+    assert result["commit"] and result == json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("name", sorted(ON_A_GPU.keys() - ON_A_CPU.keys()))
+def test_what_needs_a_gpu_says_how_it_is_called(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which at least imports everything that it uses."""
+    run_here(f"benchmarks/{name}", "--help")
+    assert capsys.readouterr().out.startswith(f"usage: {name}")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_on_a_gpu(name: str, large_memory: None) -> None:
+    assert last_line(run_apart(f"benchmarks/{name}", *ON_A_GPU[name]))["commit"]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_dynamic_verification(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script takes every device that it sees, and fails where a token differs."""
+    if device == "cpu":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    output = run_apart("scripts/dynamic_verify.sh", *MANY_REQUESTS)
+    assert "tokens identical in 3 requests" in output
+    result = last_line(output)
+    assert result["device"].partition(":")[0] == device
+    assert list(result["variants"]) == ["plain", "every draft", "chosen drafts"]
+
+
+def test_none_is_left_out() -> None:
+    listed = {*ON_A_CPU, *ON_A_GPU, *ELSEWHERE, *SHARED}
+    assert listed == {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert [path.name for path in (ROOT / "scripts").iterdir()] == ["dynamic_verify.sh"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_fifths_of_few_values(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    from spread import median_and_fifths
+
+    median, low, high = median_and_fifths([10.0 * i for i in range(count)])
+    assert median == 5.0 * (count - 1)
+    assert (low, high) == pytest.approx((2.0 * (count - 1), 8.0 * (count - 1)))
