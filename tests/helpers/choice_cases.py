@@ -70,17 +70,16 @@ class ChoiceCase:
         slot, offset = int(self.slots[row]), int(self.offsets[row])
         return self.histories[slot] + self.drafts[slot, :offset].tolist()
 
-    def choose(self, rows: slice | list[int] = slice(None), **options: Any) -> Tensor:
+    def choose(
+        self, rows: slice | list[int] = slice(None), *, device: str = "cpu", **options: Any
+    ) -> Tensor:
         """Choose tokens for some of the rows."""
+        tensors = (self.seq_len, self.drafts, self.token_pages, self.page_table)
+        table = SamplingTable.of(tensor.to(device) for tensor in self.table.tensors())
         return choose(
-            self.logits[rows],
-            self.slots[rows],
-            self.offsets[rows],
-            self.table,
-            self.seq_len,
-            self.drafts,
-            self.token_pages,
-            self.page_table,
+            *(tensor[rows].to(device) for tensor in (self.logits, self.slots, self.offsets)),
+            table if device != "cpu" else self.table,
+            *(tensor.to(device) for tensor in tensors),
             **options,
         )
 

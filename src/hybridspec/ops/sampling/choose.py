@@ -120,12 +120,12 @@ def _dispatch(logits, slots, offsets, table, *rest) -> None:
     chosen = choose_backend("sampling.choose", backend, _candidates(logits), logits)
     if not logits.shape[0]:
         return
-    module = cpu
+    run = cpu.choose
     if chosen == "triton":
-        from . import launch as module
-    module.choose(
-        logits, slots, offsets, SamplingTable.of(table), *others, mask, SamplingUses.of(flags), out
-    )
+        from . import launch
+
+        run = launch.choose
+    run(logits, slots, offsets, SamplingTable.of(table), *others, mask, SamplingUses.of(flags), out)
 
 
 _choose = register(
