@@ -10,7 +10,6 @@ from .selection import process_logits, sample
 from .table import (
     COUNT_MASK,
     IN_PROMPT,
-    LONGEST_WORD,
     SamplingTable,
     SamplingUses,
     count_tokens,
@@ -20,7 +19,6 @@ from .table import (
 __all__ = [
     "COUNT_MASK",
     "IN_PROMPT",
-    "LONGEST_WORD",
     "NO_TOKEN",
     "NUM_REPORTED",
     "LogprobColumns",
