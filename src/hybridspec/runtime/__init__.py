@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from hybridspec.runtime.host_memory import available_host_bytes
 from hybridspec.runtime.memory import GdnMemory, KvMemory, MemoryOptions, MemorySpec, MemorySpecs
 from hybridspec.runtime.pools import Pools
+from hybridspec.runtime.sampling_table import SamplingPool, SlotOptions
 from hybridspec.runtime.slots import Allocator
 
 __all__ = [
@@ -14,4 +16,7 @@ __all__ = [
     "MemorySpec",
     "MemorySpecs",
     "Pools",
+    "SamplingPool",
+    "SlotOptions",
+    "available_host_bytes",
 ]
