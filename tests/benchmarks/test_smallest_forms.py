@@ -19,6 +19,7 @@ ON_A_CPU = {
 ON_A_GPU = {
     "attention_parts.py": ["--iterations", 1, "--limit", 1],
     "attention_verify.py": ["--iters", 1, "--jobs", 1, "--limit", 1],
+    "choose_tokens.py": ["--rows", 2, "--vocab", 5000, "--iterations", 1],
     "gdn_8bit_forms.py": ["--first", "--tokens", 24, "--device", "cuda"],
     "gdn_drift.py": ["--steps", 500, "--modes", "bf16"],
     "gdn_fold_stagger.py": ["--steps", 8, "--rounds", 1],
