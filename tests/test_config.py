@@ -26,6 +26,10 @@ _SOME_VALUES = {"allowed_token_ids": [3], "truncate_prompt_tokens": 4}
         ("temperature", np.float32("inf"), ValueError),
         ("temperature", 1j, TypeError),
         ("top_k", -2, ValueError),
+        pytest.param("max_tokens", 10**5000, ValueError, id="max_tokens-digits"),
+        ("logprobs", 2**63, ValueError),
+        ("stop_token_ids", [2**63], ValueError),
+        ("stop_token_ids", np.array(3), TypeError),
         pytest.param("top_k", 10**5000, ValueError, id="top_k-digits"),
         ("top_k", 2.5, TypeError),
         ("top_p", 0.0, ValueError),
@@ -208,6 +212,7 @@ def test_what_a_caller_keeps_hold_of_is_copied() -> None:
         ("tokenizer", Path("x"), TypeError),
         ("seed", -1, ValueError),
         ("dtype", "x" * 1000, ValueError),
+        ("drafter", np.array(["mtp", "none"]), ValueError),
     ],
 )
 def test_engine_options_name_what_is_wrong(

@@ -302,7 +302,7 @@ class EngineConfig:
             ("attention_backend", ATTENTION_BACKENDS),
         ):
             value = getattr(self, name)
-            if value not in allowed:
+            if not isinstance(value, str) or value not in allowed:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(allowed)}, got {shown(value)}"
                 )

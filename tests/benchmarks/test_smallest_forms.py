@@ -46,6 +46,15 @@ def test_on_a_cpu(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert result["commit"] and result == json.loads(file.read_text())
 
 
+@pytest.mark.parametrize("name", sorted(ON_A_GPU.keys() - ON_A_CPU.keys()))
+def test_what_needs_a_gpu_says_how_it_is_called(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which at least imports everything that it uses."""
+    run_here(f"benchmarks/{name}", "--help")
+    assert capsys.readouterr().out.startswith(f"usage: {name}")
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ON_A_GPU)

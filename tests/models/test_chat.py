@@ -190,7 +190,7 @@ def test_special_tokens_of_older_folders(tmp_path: Path) -> None:
         ("tokenizer_config.json", '{"chat_template": 3}', "chat_template: expected a text or a"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "chat_template: expected"),
         ("special_tokens_map.json", "{", "special_tokens_map.json: not readable"),
-        ("chat_template.jinja", b"\xff", "chat_template.jinja: not UTF-8"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja: not readable as UTF-8"),
         ("chat_template.jinja", "{% if %}", "chat template, line 1: Expected an expression"),
         ("chat_template.jinja", "\n{% nonsense %}", "chat template, line 2: .*nonsense"),
     ],
@@ -200,6 +200,13 @@ def test_broken_files(tmp_path: Path, name: str, content: str | bytes, message: 
     (tmp_path / name).write_bytes(data)
     with pytest.raises(CheckpointError, match=message):
         ChatTemplates.from_folder(tmp_path).render([QUESTION])
+
+
+LOOP: dict[str, Any] = {}
+LOOP["a"] = LOOP
+DEEP: list[Any] = []
+for _ in range(2000):
+    DEEP = [DEEP]
 
 
 class Mood(enum.Enum):
@@ -215,6 +222,10 @@ class Mood(enum.Enum):
         ([["user", "x"]], {}, TypeError, "^messages: expected dicts, got list"),
         ([{"content": "x"}], {}, ValueError, "^messages: expected a role in each, got None"),
         ([{"role": "user", "content": Mood.GOOD}], {}, TypeError, "^messages: .* got Mood"),
+        ([QUESTION], {"add_generation_prompt": 1}, TypeError, "^add_generation_prompt: "),
+        ([QUESTION], {"mood": {1: 2}}, TypeError, "^mood: expected texts as keys, got 1"),
+        ([QUESTION], {"mood": LOOP}, ValueError, "^mood: expected at most 100 values inside each"),
+        ([{"role": DEEP}], {}, ValueError, "^messages: expected a role in each, got .* too large"),
         ([QUESTION], {"tools": 5}, TypeError, "^tools: expected a list of dicts, got int"),
         ([QUESTION], {"tools": [len]}, TypeError, "^tools: expected .* got builtin_function"),
         ([QUESTION], {"mood": Mood.GOOD}, TypeError, "^mood: expected .* got Mood"),

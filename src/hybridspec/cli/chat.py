@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["questions", "run", "template_options"]
 
 _EXIT = "/exit"
-_OWN_NAMES = ("self", "messages", "sampling_params", "chat_template")  # of LLM.stream_chat
+# Of LLM.stream_chat's arguments, those that are no matter of a template and those that are flags.
+_OWN_NAMES = ("self", "messages", "sampling_params", "chat_template", "chat_template_kwargs")
+_FLAGS = ("add_generation_prompt", "continue_final_message")
 
 
 def run(arguments: argparse.Namespace, params: SamplingParams) -> int:
@@ -68,9 +70,16 @@ def template_options(arguments: argparse.Namespace) -> dict[str, Any]:
             options[name] = json.loads(value)
         except (ValueError, RecursionError):
             options[name] = value
+    for name in _FLAGS:
+        if not isinstance(options.get(name, True), bool):
+            raise UsageError(
+                f"--template-arg: expected true or false as {name}, got {options[name]!r}"
+            )
     if not isinstance(options.get("tools"), list | None):
         raise UsageError(f"--template-arg: expected a list as tools, got {options['tools']!r}")
     template = arguments.chat_template
+    if template == "":
+        raise UsageError("--chat-template: expected a file or a name, got an empty one")
     if template is not None:
         file = Path(template)
         is_name = template.isidentifier() and not file.exists()

@@ -50,7 +50,7 @@ def open_engine(arguments: argparse.Namespace, **overrides: Any) -> LLM:
     """
     options = engine_options(arguments) | overrides
     from hybridspec import LLM
-    from hybridspec.engine.engine import model_folder
+    from hybridspec.engine.resolve import model_folder
 
     with usage_errors():
         # Downloads show bars of their own, so they are done before anything else is shown.

@@ -52,6 +52,8 @@ def read_prompt(arguments: argparse.Namespace) -> Prompt:
     if arguments.prompt_token_ids is not None:
         return Prompt(token_ids=parse_token_ids(arguments.prompt_token_ids))
     if arguments.prompt_file is not None:
+        if not arguments.prompt_file:
+            raise UsageError("--prompt-file: expected a file, got an empty name")
         file = Path(arguments.prompt_file)
         return Prompt(text=_decoded(file.read_bytes(), str(file)), source=file.name)
     if arguments.prompt == "-":

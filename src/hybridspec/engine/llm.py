@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hybridspec.config import EngineConfig, SamplingParams
-from hybridspec.engine.engine import Engine, model_folder
+from hybridspec.engine.engine import Engine
 from hybridspec.engine.info import EngineInfo, PoolUsage, describe
 from hybridspec.engine.outputs import RequestOutput, StepOutput
 from hybridspec.engine.progress import show_progress
 from hybridspec.engine.prompts import prompt_list
 from hybridspec.engine.request import Request
+from hybridspec.engine.resolve import model_folder
 from hybridspec.errors import CapacityError
 from hybridspec.models import ModelConfig, OnProgress, Tokenizer
 from hybridspec.models.chat import ChatTemplates, is_conversation
@@ -27,6 +28,9 @@ Prompt = str | Mapping[str, Any]  # a text, or {"prompt": ...} or {"prompt_token
 
 class LLM:
     """A hybrid language model that decodes speculatively, exactly; threads may share it.
+
+    A process that was forked from the one that made it cannot use it: make one in each process, and
+    start processes with multiprocessing's "spawn" method.
 
     Example:
         >>> from hybridspec import LLM, SamplingParams
@@ -396,6 +400,7 @@ class LLM:
                 engine.submit(request)
             is_running = bool(requests)
             while is_running:
+                engine.guard.check()  # a forked child would wait for the lock
                 with engine.lock:
                     if not any(outboxes):
                         engine.step()

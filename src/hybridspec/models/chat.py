@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridspec.errors import CheckpointError, UnsupportedError, visible
-from hybridspec.models.fields import read_json
+from hybridspec.models.fields import is_there, read_json
 from hybridspec.models.templates import TemplateError, TemplateFailure, run_template
-from hybridspec.values import shown
+from hybridspec.values import flag, shown
 
 __all__ = ["ChatTemplates", "is_conversation"]
 
@@ -37,6 +37,7 @@ _OWN_NAMES = (
     "continue_final_message",
 )
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_MAX_DEPTH = 100
 # Marks where the last message ends; the space behind it tells whether the template trims.
 _MARK = "\ue000end of the message\ue000"
 
@@ -83,7 +84,7 @@ class ChatTemplates:
         config = {
             name: value
             for file in sources
-            if file.is_file()
+            if is_there(file)
             for name, value in read_json(file).items()
         }
         variables = {}
@@ -96,7 +97,7 @@ class ChatTemplates:
         files = {"default": folder / "chat_template.jinja"}
         extra = sorted((folder / "additional_chat_templates").glob("*.jinja"))
         files |= {file.stem: file for file in extra}
-        found = {name: _text(file) for name, file in files.items() if file.is_file()}
+        found = {name: _text(file) for name, file in files.items() if is_there(file)}
         return cls(found or templates, variables, str(folder))
 
     def render(
@@ -130,6 +131,8 @@ class ChatTemplates:
             UnsupportedError: if a message holds something other than text.
             CheckpointError: if the checkpoint's template is not valid Jinja.
         """
+        flag("add_generation_prompt", add_generation_prompt)
+        flag("continue_final_message", continue_final_message)
         text = self._template(chat_template, has_tools=bool(tools))
         plain = _plain_messages(messages)
         if continue_final_message:
@@ -193,8 +196,8 @@ def _joined(kwargs: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[s
 def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not UTF-8 text ({error})") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not readable as UTF-8 text ({error})") from None
 
 
 def _named_templates(value: Any, file: Path) -> dict[str, str]:
@@ -233,7 +236,7 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping):
             raise TypeError(f"messages: expected dicts, got {type(message).__name__}")
         if not isinstance(message.get("role"), str):
-            raise ValueError(f"messages: expected a role in each, got {message.get('role')!r}")
+            raise ValueError(f"messages: expected a role in each, got {shown(message.get('role'))}")
         given = {key: value for key, value in message.items() if value is not None}
         if isinstance(given.get("content"), list | tuple):
             given["content"] = "".join(_text_of(part) for part in given["content"])
@@ -250,7 +253,7 @@ def _text_of(part: Any) -> str:
     """Return the text of a part of a message's content."""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind != "text":
-        raise UnsupportedError(f"messages: content of type {kind!r}, only text is supported")
+        raise UnsupportedError(f"messages: content of type {shown(kind)}, only text is supported")
     text = part.get("text")
     if not isinstance(text, str):
         raise TypeError(f"messages: expected a text in each part, got {type(text).__name__}")
@@ -282,14 +285,18 @@ def _parsed_call(call: Any) -> Any:
     return {**call, "function": parsed_function} if "function" in call else parsed_function
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any, depth: int = 0) -> Any:
     """Copy a value of JSON's types: a template gets nothing with methods of its own."""
     if value is None or type(value) in (str, bool, int, float):
         return value
+    if depth == _MAX_DEPTH:
+        raise ValueError(f"{name}: expected at most {_MAX_DEPTH} values inside each other")
     if isinstance(value, Mapping):
-        return {_plain(name, key): _plain(name, item) for key, item in value.items()}
+        if other := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"{name}: expected texts as keys, got {shown(other[0])}")
+        return {str(key): _plain(name, item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(name, item) for item in value]
+        return [_plain(name, item, depth + 1) for item in value]
     raise TypeError(
         f"{name}: expected texts, numbers, lists and dicts only, got {type(value).__name__}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybridspec.runtime.host_memory import available_host_bytes
 from hybridspec.runtime.memory import GdnMemory, KvMemory, MemoryOptions, MemorySpec, MemorySpecs
 from hybridspec.runtime.pools import Pools
 from hybridspec.runtime.slots import Allocator
@@ -14,4 +15,5 @@ __all__ = [
     "MemorySpec",
     "MemorySpecs",
     "Pools",
+    "available_host_bytes",
 ]

@@ -81,7 +81,9 @@ class LogitEdits:
             self._counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
         if new := self.tokens[self._num_counted :]:
             ids = torch.tensor(new, device=device)
-            self._counts.index_add_(0, ids, torch.ones(len(new), device=device))
+            self._counts.index_add_(
+                0, ids, torch.ones(len(new), dtype=torch.float32, device=device)
+            )
             self._num_counted = len(self.tokens)
         return self._in_prompt, self._counts
 

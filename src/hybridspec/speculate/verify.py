@@ -72,7 +72,7 @@ def verify_drafts(
         step.slots,
         step.num_verify_tokens,
         step.is_fold,
-        max_window=pools.specs.options.max_window,
+        max_window=pools.max_window,
         ring_start=pools.ring_start,
     )
     history = pools.history_len.tolist()
@@ -108,5 +108,5 @@ def commit_rows(pools: Pools, verified: Verified, num_committed: Sequence[int]) 
         step.is_fold,
         step.num_verify_tokens,
         torch.tensor(num_committed, dtype=torch.int32, device=pools.device),
-        ring_capacity=pools.specs.options.ring_capacity,
+        ring_capacity=pools.ring_capacity,
     )

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from hybridspec.ops.rotary.api import norm_and_rotate
+from hybridspec.ops.rotary.reference import rotate_
 
-__all__ = ["norm_and_rotate"]
+__all__ = ["norm_and_rotate", "rotate_"]

@@ -1,4 +1,4 @@
-"""The kernel against the oracle in Triton's interpreter; run by test_rotary.py."""
+"""The kernel against the oracle in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from helpers.far_memory import far_apart
 from helpers.rotary_cases import CASES, EPS, check_kernel, make_heads
 from helpers.tolerances import assert_same
 from hybridspec.ops.rotary import launch, norm_and_rotate
+
+pytestmark = pytest.mark.interpreted
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,4 @@
-"""Kernels against the oracle in Triton's interpreter; run by test_triton.py."""
+"""Kernels against the oracle in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from hybridspec.ops import gated_delta_rule
 from hybridspec.ops.gated_delta_rule import launch
 
 # Decays that are selected away may overflow; the interpreter's NumPy says so.
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
+]
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

@@ -1,4 +1,4 @@
-"""The kernels against the loop in Triton's interpreter; run by test_triton.py."""
+"""The kernels against the loop in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from helpers.far_memory import far_apart
 from helpers.guarded import at_the_end_of_memory
 from helpers.tolerances import assert_same
 from hybridspec.ops.paged_attention import launch
+
+pytestmark = pytest.mark.interpreted
 
 F32, F16 = torch.float32, torch.float16
 CONFIG = launch.LaunchConfig(

@@ -1,12 +1,15 @@
-"""The noise's generator against Triton's own, in Triton's interpreter; run by test_triton.py."""
+"""The noise's generator against Triton's own, in Triton's interpreter."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import triton
 import triton.language as tl
 
 from hybridspec.ops.sampling import gumbel_noise, philox
+
+pytestmark = pytest.mark.interpreted
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The kernel that appends, in Triton's interpreter; run by test_fa3.py."""
+"""The kernel that appends, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from helpers.append_cases import CASES, check_append
 from helpers.attention_cases import expected_pages, make_attention_batch, with_far_pages
 from hybridspec.ops.paged_attention.append import launch_append
+
+pytestmark = pytest.mark.interpreted
 
 F32, F16 = torch.float32, torch.float16
 

@@ -1,4 +1,4 @@
-"""The kernel against the oracle in Triton's interpreter; run by test_triton.py."""
+"""The kernel against the oracle in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from helpers.conv_kernel_cases import BATCHES, check_kernel, check_split
+
+pytestmark = pytest.mark.interpreted
 
 F32, F16 = torch.float32, torch.float16
 

@@ -1,4 +1,4 @@
-"""Kernels against the reference in Triton's interpreter; run by test_triton.py."""
+"""Kernels against the reference in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from hybridspec.ops.verify_plan import (
     plan_step,
     select_rows,
 )
+
+pytestmark = pytest.mark.interpreted
 
 CONFIGS = {
     "fused": launch.LaunchConfig(is_fused=True, is_one_block=True, select_warps=4),

@@ -1,4 +1,4 @@
-"""Kernels on cursors and slots against the reference, interpreted; run by test_triton.py."""
+"""Kernels on cursors and slots against the reference, interpreted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from helpers.gdn_cases import Pools
 from helpers.ring_cases import compare_backends, kernel_pools
 from hybridspec.ops import ring as ring_ops
 from hybridspec.ops.ring import launch
+
+pytestmark = pytest.mark.interpreted
 
 
 def int32(*values: int) -> torch.Tensor:
