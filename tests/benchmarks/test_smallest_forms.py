@@ -35,6 +35,7 @@ ON_A_CPU: dict[str, list] = {
     ],
     "fold_rules.py": ["--steps", 20],
     "gdn_8bit_forms.py": ["--first", "--tokens", 24],
+    "serve_overhead.py": ["--streams", 2, "--max-tokens", 4, "--rounds", 1],
     "tensor_cache.py": ["--devices", "cpu", "--rounds", 1, "--limit", 1],
 }
 ON_A_GPU: dict[str, list] = {
