@@ -33,7 +33,6 @@ LARGE_FUNCTIONS = {
     "benchmarks/gdn_drift.py: run",
     "benchmarks/gdn_verify.py: __init__",
     "src/hybridspec/compat/flashinfer.py: gated_delta_rule_mtp_ucache_flush",
-    "src/hybridspec/engine/engine.py: __init__",
     "src/hybridspec/engine/llm.py: __init__",
     "src/hybridspec/ops/gated_delta_rule/contracts.py: check_rows",
     "src/hybridspec/ops/gated_delta_rule/launch.py: verify",

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridspec.ops.sampling import SamplingTable, SamplingUses, choose
 from hybridspec.runtime import SamplingPool, SlotOptions
 
-__all__ = ["ChoiceCase", "random_case", "random_options"]
+__all__ = ["FILTER_KINDS", "ChoiceCase", "filter_case", "random_case", "random_options"]
 
 PAGE_SIZE = 4
 
@@ -35,7 +35,7 @@ def random_options(rng: random.Random, vocab: int, chance: float, few: list[int]
         "frequency": lambda: rng.choice([-1.0, 0.3, 2.0]),
         "presence": lambda: rng.choice([-1.5, 0.6, 2.0]),
         "bias": lambda: {token: rng.choice([-100.0, -2.5, 3.0]) for token in some(6)},
-        "bad_words": lambda: [word() for _ in range(vocab)],
+        "bad_words": lambda: [word() for _ in range(min(vocab, 60))],
         "allowed": lambda: some(vocab // 2),
         "ends": lambda: some(vocab // 4),
         "ends_from": lambda: rng.randrange(30),
@@ -70,17 +70,16 @@ class ChoiceCase:
         slot, offset = int(self.slots[row]), int(self.offsets[row])
         return self.histories[slot] + self.drafts[slot, :offset].tolist()
 
-    def choose(self, rows: slice | list[int] = slice(None), **options: Any) -> Tensor:
+    def choose(
+        self, rows: slice | list[int] = slice(None), *, device: str = "cpu", **options: Any
+    ) -> Tensor:
         """Choose tokens for some of the rows."""
+        tensors = (self.seq_len, self.drafts, self.token_pages, self.page_table)
+        table = SamplingTable.of(tensor.to(device) for tensor in self.table.tensors())
         return choose(
-            self.logits[rows],
-            self.slots[rows],
-            self.offsets[rows],
-            self.table,
-            self.seq_len,
-            self.drafts,
-            self.token_pages,
-            self.page_table,
+            *(tensor[rows].to(device) for tensor in (self.logits, self.slots, self.offsets)),
+            table if device != "cpu" else self.table,
+            *(tensor.to(device) for tensor in tensors),
             **options,
         )
 
@@ -125,4 +124,38 @@ def random_case(
         ).view(slots, drafts),
         token_pages=token_pages,
         page_table=page_table,
+    )
+
+
+FILTER_KINDS = ("none", "top_k", "top_p", "min_p", "top_k and top_p", "all", "extreme")
+
+
+def filter_case(seed: int, kind: str, *, num_rows: int, vocab: int, spread: float) -> ChoiceCase:
+    """Return rows with a temperature and filters, one row per slot."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    pool = SamplingPool(num_rows, vocab)
+    extreme = kind == "extreme"
+    for slot in range(num_rows):
+        options: dict[str, Any] = {"temperature": rng.choice([0.3, 0.8, 1.0, 1.5])}
+        if kind in ("top_k", "top_k and top_p", "all"):
+            options["top_k"] = rng.choice([1, 2, 20, 300, vocab - 1, vocab + 5])
+        if kind in ("top_p", "top_k and top_p", "all"):
+            options["top_p"] = rng.choice([0.3, 0.8, 0.95, 0.999])
+        if kind in ("min_p", "all"):
+            options["min_p"] = rng.choice([0.001, 0.05, 0.5])
+        if extreme:
+            options |= {"temperature": rng.choice([1e-30, 1e-4, 1e6])}
+            options |= {"top_p": rng.choice([1e-7, 0.5]), "min_p": rng.choice([0.0, 1.0])}
+        pool.write(slot, SlotOptions(seed=rng.randrange(2**63), **options))
+    return ChoiceCase(
+        pool=pool,
+        histories=[[0]] * num_rows,
+        logits=torch.randn(num_rows, vocab, generator=generator) * spread,
+        slots=torch.randperm(num_rows, generator=generator).int(),
+        offsets=torch.zeros(num_rows, dtype=torch.int32),
+        seq_len=torch.randint(0, 9000, (num_rows,), generator=generator).int(),
+        drafts=torch.zeros(num_rows, 0, dtype=torch.int64),
+        token_pages=torch.zeros(1, PAGE_SIZE, dtype=torch.int32),
+        page_table=torch.zeros(num_rows, 1, dtype=torch.int32),
     )

@@ -8,73 +8,17 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from hybridspec.ops.sampling import (
-    COUNT_MASK,
-    IN_PROMPT,
-    LONGEST_WORD,
-    SamplingTable,
-    SamplingUses,
-)
+from hybridspec.ops.sampling import SamplingTable, SamplingUses
 from hybridspec.runtime.pieces import Pieces
+from hybridspec.runtime.slot_options import SlotOptions, packed_counts
 
-__all__ = ["SamplingPool", "SlotOptions"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotOptions:
-    """How one request's tokens are chosen, as plain numbers and lists.
-
-    Attributes:
-        temperature, top_k, top_p, min_p: as in SamplingParams.
-        seed: of the noise, in 0..2^63-1.
-        repetition, frequency, presence: penalties, as in SamplingParams.
-        bias: what is added to the logits of some tokens.
-        bad_words: token lists, not empty, whose last token is forbidden behind the others.
-        allowed: the only tokens that may be chosen, or None for all.
-        ends: tokens that end the request.
-        ends_from: first position at which they may stand.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    repetition: float = 1.0
-    frequency: float = 0.0
-    presence: float = 0.0
-    bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: Sequence[Sequence[int]] = ()
-    allowed: Sequence[int] | None = None
-    ends: Sequence[int] = ()
-    ends_from: int = 0
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether any of the three penalties changes anything."""
-        return (self.repetition, self.frequency, self.presence) != (1.0, 0.0, 0.0)
-
-    @property
-    def uses(self) -> SamplingUses:
-        """What choosing this request's tokens needs, of what the table can hold."""
-        return SamplingUses(
-            has_noise=self.temperature > 0,
-            has_filters=self.temperature > 0
-            and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0),
-            has_counts=self.has_penalties,
-            has_bias=bool(self.bias),
-            has_words=any(len(word) > 1 for word in self.bad_words),
-            has_masks=self.allowed is not None
-            or (bool(self.ends) and self.ends_from > 0)
-            or any(len(word) == 1 for word in self.bad_words),
-        )
+__all__ = ["SamplingPool"]
 
 
 # The tensors of each pool. "rows" are those of the counts, "bounds" and "words" hold bad words.
@@ -241,7 +185,7 @@ class SamplingPool:
             logits: raw scores, [N, V], fp32; in-out: biases that are too large for the table are
                 added.
             rows: slot (-1 = hold row) of each row and the tokens in front of it, its drafts
-                included (the last LONGEST words suffice); N of them.
+                included; N of them.
 
         Returns:
             The mask to give to `choose`, [N, ceil(V / 32)] int32, or None if nothing is forbidden.
@@ -289,7 +233,7 @@ class SamplingPool:
         return self._grows or size <= self._pools[name].size
 
     def _take(self, options: SlotOptions) -> _Held | None:
-        words = [word for word in options.bad_words if 1 < len(word) <= LONGEST_WORD]
+        words = [word for word in options.bad_words if len(word) > 1]
         sizes = {
             "rows": int(options.has_penalties),
             "bias": len(options.bias),
@@ -343,11 +287,11 @@ class SamplingPool:
         bounds = [starts["words"]] if held.words else []
         for word in held.words:
             bounds.append(bounds[-1] + len(word))
-        counts = _counts(prompt, output) if "rows" in held.pieces else {}
+        counts = packed_counts(prompt, output) if "rows" in held.pieces else {}
         parts = [
             struct.pack("=" + "".join(_COLUMNS.values()), *values),
-            _bits(options.ends, self.vocab_size).tobytes(),
-            self._allowed_bits(options).tobytes(),
+            options.end_bits(self.vocab_size).tobytes(),
+            options.allowed_bits(self.vocab_size).tobytes(),
             array("i", bias).tobytes(),
             array("f", bias.values()).tobytes(),
             array("i", bounds).tobytes(),
@@ -384,34 +328,6 @@ class SamplingPool:
             row = table.counts[starts["rows"]]
             row.zero_()
             row.index_copy_(0, tokens.long(), counts.to(torch.int16))
-
-    def _allowed_bits(self, options: SlotOptions) -> array[int]:
-        allowed = range(self.vocab_size) if options.allowed is None else options.allowed
-        never = [word[0] for word in options.bad_words if len(word) == 1]
-        bits = _bits(allowed, self.vocab_size)
-        for token in never:
-            bits[token >> 5] &= ~(1 << (token & 31)) & 0xFFFFFFFF
-        return bits
-
-
-def _bits(tokens: Sequence[int], vocab_size: int) -> array[int]:
-    """Bit mask of tokens, [ceil(V / 32)]; what is not in the vocabulary is left out."""
-    if isinstance(tokens, range):
-        bits = array("I", [0xFFFFFFFF]) * (vocab_size // 32)
-        return bits + array("I", [2 ** (vocab_size % 32) - 1] * bool(vocab_size % 32))
-    bits = array("I", [0]) * -(-vocab_size // 32)
-    for token in tokens:
-        if 0 <= token < vocab_size:
-            bits[token >> 5] |= 1 << (token & 31)
-    return bits
-
-
-def _counts(prompt: Sequence[int], output: Sequence[int]) -> dict[int, int]:
-    """Counts of the tokens that a request holds, as the table has them."""
-    counts = dict.fromkeys(prompt, IN_PROMPT)
-    for token, count in Counter(output).items():
-        counts[token] = counts.get(token, 0) + min(count, COUNT_MASK)
-    return counts
 
 
 def _signed_bit(token: int) -> int:

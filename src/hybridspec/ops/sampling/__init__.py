@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .acceptance import accept_drafts, rejection_sample
+from .acceptance import accept_drafts
 from .choose import NO_TOKEN, choose
 from .gumbel import gumbel_noise, philox
 from .report import NUM_REPORTED, LogprobColumns, report
@@ -10,7 +10,6 @@ from .selection import process_logits, sample
 from .table import (
     COUNT_MASK,
     IN_PROMPT,
-    LONGEST_WORD,
     SamplingTable,
     SamplingUses,
     count_tokens,
@@ -20,7 +19,6 @@ from .table import (
 __all__ = [
     "COUNT_MASK",
     "IN_PROMPT",
-    "LONGEST_WORD",
     "NO_TOKEN",
     "NUM_REPORTED",
     "LogprobColumns",
@@ -33,7 +31,6 @@ __all__ = [
     "is_end",
     "philox",
     "process_logits",
-    "rejection_sample",
     "report",
     "sample",
 ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._backends import Supports, always, choose_backend
+from .._backends import choose_backend
 from .._checks import Dims, check, check_dtype
 from .._library import register
+from .._triton_support import explain_tensors, triton_or_reference
 from . import cpu
 from .table import SamplingTable, SamplingUses
 
@@ -16,7 +17,13 @@ __all__ = ["NO_TOKEN", "choose"]
 NO_TOKEN = -1  # where nothing can be chosen
 
 _EVERYTHING = SamplingUses.everything()
-_CANDIDATES: dict[str, Supports] = {"reference": always}
+
+
+def _explain(logits: Tensor) -> str | None:
+    return explain_tensors([("logits", logits)], (torch.float32,))
+
+
+_candidates = triton_or_reference(_explain)
 
 
 def choose(
@@ -34,7 +41,7 @@ def choose(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Choose one token per row; nothing but `out` is modified.
+    """Choose one token per row; nothing but `out` is modified, and by kernels the logits.
 
     Row (slot, j) chooses at position seq_len[slot] + 1 + j and has seen drafts[slot, :j], pending.
 
@@ -42,10 +49,15 @@ def choose(
         x = x / repetition if x > 0 else x * repetition    for tokens of prompt, output, pending
         x = x - frequency * count - presence * [count > 0]      count: in output and pending
         x = -inf    for a token that is not allowed, ends before ends_from, or completes a bad word
-        token = argmax(process_logits(x, temperature, top_k, top_p, min_p) + noise)
+        score = x / temperature + noise(seed, position, token)     (temperature 0: score = x)
+        top_k: drop tokens than which k others are more likely
+        top_p: drop those where the probability of the more likely ones, of all that top_k keeps,
+               reaches top_p
+        min_p: drop those less likely than min_p times the likeliest
+        token = the one of the best score
 
     Args:
-        logits: raw scores, [N, V], fp32; in.
+        logits: raw scores, [N, V], fp32; in, scratch.
         slots: slot of each row, [N], int32, -1 = hold row; in.
         offsets: j of each row, [N], int32; in.
         table: sampling data by slot; in.
@@ -56,7 +68,8 @@ def choose(
         mask: more bits of tokens that may be chosen, by row, [N, ceil(V / 32)], int32; in.
         uses: what some row may need; None is everything.
         out: [N], int64; out.
-        backend: "auto" or "reference".
+        backend: "auto", "triton" or "reference"; the last one looks at values, so it waits for
+            a device and cannot be captured in a graph.
 
     Returns:
         Token ids [N], int64: the lowest of equals. NO_TOKEN for a hold row, for a row that holds a
@@ -67,8 +80,9 @@ def choose(
         UnsupportedError: if the backend cannot serve the call.
 
     Numerics:
-        fp32, one rounding per operation. A row's token is a function of its logits, its slot's data
-        and its offset; the other rows do not matter.
+        Edits in fp32, one rounding per operation; scores in fp64 with noise rounded to fp32;
+        probabilities as in mass.py. A row's token is a function of its logits, its slot's data and
+        its offset, the same on every backend; the other rows do not matter.
     """
     _check(
         logits, slots, offsets, table.temperature, table.allowed_bits, table.counts, seq_len,
@@ -125,17 +139,20 @@ def _check(*tensors: Tensor | None) -> None:
 
 def _dispatch(logits, slots, offsets, table, *rest) -> None:
     *others, mask, flags, out, backend = rest
-    choose_backend("sampling.choose", backend, _CANDIDATES, logits)
-    if logits.shape[0]:
-        cpu.choose(
-            logits, slots, offsets, SamplingTable.of(table), *others, mask, SamplingUses.of(flags),
-            out,
-        )  # fmt: skip
+    chosen = choose_backend("sampling.choose", backend, _candidates(logits), logits)
+    if not logits.shape[0]:
+        return
+    run = cpu.choose
+    if chosen == "triton":
+        from . import launch
+
+        run = launch.choose
+    run(logits, slots, offsets, SamplingTable.of(table), *others, mask, SamplingUses.of(flags), out)
 
 
 _choose = register(
-    "sampling_choose(Tensor logits, Tensor slots, Tensor offsets, Tensor[] table, Tensor seq_len, "
-    "Tensor drafts, Tensor token_pages, Tensor page_table, Tensor? mask, bool[] uses, "
-    "Tensor(a!) out, str backend)",
+    "sampling_choose(Tensor(a!) logits, Tensor slots, Tensor offsets, Tensor[] table, "
+    "Tensor seq_len, Tensor drafts, Tensor token_pages, Tensor page_table, Tensor? mask, "
+    "bool[] uses, Tensor(b!) out, str backend)",
     _dispatch,
 )

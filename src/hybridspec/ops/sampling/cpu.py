@@ -1,7 +1,7 @@
 """Choosing tokens with PyTorch: the CPU's backend, and the one that runs anywhere.
 
-On a CPU it looks at values, so that work which no row needs is left out. On another device it reads
-nothing back and does the work for every row.
+It looks at values, so that work which no row needs is left out. A step that must not wait for the
+device takes the kernels.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .gumbel import gumbel_noise
-from .selection import process_logits
-from .table import COUNT_MASK, LONGEST_WORD, SamplingTable, SamplingUses
+from .mass import TiledMass
+from .table import COUNT_MASK, SamplingTable, SamplingUses
 
 __all__ = ["choose"]
 
@@ -39,11 +39,11 @@ def choose(
         position = torch.where(is_dead, 0, seq_len[slot] + 1 + offsets)
     if has_edits:
         x = logits.clone()
-        is_dead = is_dead | ~(logits.amax(-1) < torch.inf)  # also where an edit hides it
         if uses.has_bias:
             _add_bias(x, slot, table)
         if uses.has_counts:
             _penalise(x, slot, offsets, table, drafts)
+        is_dead = is_dead | ~(x.amax(-1) < torch.inf)  # also where its token is forbidden
         if uses.has_masks or mask is not None:
             _forbid(x, slot, position, table, mask)
         if uses.has_words:
@@ -57,16 +57,9 @@ def choose(
 
 
 def _rows_with(condition: Tensor) -> Tensor | None:
-    """Indices of the rows to work on: on a CPU those that need it, None if there are none."""
-    if condition.device.type != "cpu":
-        return torch.arange(condition.shape[0], device=condition.device)
+    """Indices of the rows to work on, None if there are none."""
     rows = condition.nonzero().squeeze(-1)
     return rows if rows.shape[0] else None
-
-
-def _most(lengths: Tensor, limit: int) -> int:
-    """Room for the longest: on a CPU its length."""
-    return int(lengths.max()) if lengths.device.type == "cpu" else limit
 
 
 def _add_bias(x: Tensor, slot: Tensor, table: SamplingTable) -> None:
@@ -74,7 +67,7 @@ def _add_bias(x: Tensor, slot: Tensor, table: SamplingTable) -> None:
     rows = _rows_with(length > 0)
     if rows is None:
         return
-    place = torch.arange(_most(length, table.bias_tokens.shape[0]), device=x.device)
+    place = torch.arange(int(length.max()), device=x.device)
     is_mine = place < length[rows].unsqueeze(-1)
     index = torch.where(is_mine, start[rows].unsqueeze(-1) + place, 0)
     values = torch.where(is_mine, table.bias_values[index], 0.0)
@@ -89,8 +82,7 @@ def _penalise(
     if rows is None:
         return
     mine = slot[rows]
-    count_row = table.count_row[mine]
-    held = table.counts[count_row.clamp(min=0).long()]
+    held = table.counts[table.count_row[mine].long()]
     counts = (held & COUNT_MASK).to(torch.float32)
     pending = drafts[mine]
     place = torch.arange(pending.shape[1], device=x.device)
@@ -108,7 +100,7 @@ def _penalise(
     # Two roundings, and no fused multiply-add whose use could depend on a row's place in the batch.
     after = after - column(table.frequency) * counts
     after = after - column(table.presence) * is_said
-    x[rows] = torch.where((count_row >= 0).unsqueeze(-1), after, before)
+    x[rows] = after
 
 
 def _forbid(
@@ -139,16 +131,17 @@ def _forbid_words(
     if rows is None:
         return
     mine, position = slot[rows], position[rows]
-    place = torch.arange(_most(length, table.word_bounds.shape[0] - 1), device=x.device)
+    place = torch.arange(int(length.max()), device=x.device)
     is_begun = place < length[rows].unsqueeze(-1)
     index = torch.where(is_begun, start[rows].unsqueeze(-1) + place, 0)
     first, last = table.word_bounds[index], table.word_bounds[index + 1] - 1
-    for back in range(1, _most(torch.where(is_begun, last - first, 0), LONGEST_WORD - 1) + 1):
+    for back in range(1, int(torch.where(is_begun, last - first, 0).max()) + 1):
         token = _token_at(position - back, mine, seq_len, drafts, token_pages, page_table)
         wanted = table.word_tokens[(last - back).clamp(min=0)]
         is_begun = is_begun & ((last - back < first) | (wanted == token.unsqueeze(-1)))
     tokens = torch.where(is_begun, table.word_tokens[last.clamp(min=0)], 0).long()
-    x[rows] = x[rows].scatter_add_(-1, tokens, torch.where(is_begun, -torch.inf, 0.0))
+    lost = torch.zeros_like(tokens, dtype=x.dtype).masked_fill_(is_begun, -torch.inf)
+    x[rows] = x[rows].scatter_add_(-1, tokens, lost)
 
 
 def _token_at(
@@ -183,9 +176,61 @@ def _add_noise(
     rows = _rows_with(table.temperature[slot] > 0)
     if rows is None:
         return
-    mine = slot[rows]
+    mine, x = slot[rows], x[rows]
     temperature = table.temperature[mine]
-    filters = (table.top_k, table.top_p, table.min_p) if has_filters else ()
-    processed = process_logits(x[rows], temperature, *(column[mine] for column in filters))
-    processed += gumbel_noise(table.seed[mine], position[rows].long(), x.shape[1])
-    out[rows] = torch.where(temperature > 0, processed.argmax(-1), out[rows])
+    scores = x * (1.0 / temperature.double()).unsqueeze(-1)
+    scores += gumbel_noise(table.seed[mine], position[rows].long(), x.shape[1])
+    tokens = scores.argmax(-1)
+    if has_filters:
+        top_k, top_p, min_p = table.top_k[mine], table.top_p[mine], table.min_p[mine]
+        some = _rows_with((top_k > 0) | (top_p < 1) | (min_p > 0))
+        if some is not None:
+            filters = top_k[some], top_p[some], min_p[some]
+            mass = TiledMass.of(x[some], temperature[some])
+            tokens[some] = _filter(x[some], scores[some], tokens[some], mass, *filters)
+    out[rows] = tokens
+
+
+def _filter(
+    x: Tensor,
+    scores: Tensor,
+    tokens: Tensor,
+    mass: TiledMass,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> Tensor:
+    """Find the best token that the filters keep, from the best of all, [n].
+
+    What a filter keeps is at least as likely as what it drops. So with a token go all that are not
+    more likely, and the best of the others comes next: few rounds are needed.
+    """
+    tokens = tokens.clone()
+    least = _kth_largest(x, top_k)
+    # Where top_p is 1, a token of no mass stays too.
+    limit = (top_p.double() * mass.where(x >= least)).clamp(min=1)
+    limit = torch.where(top_p < 1, limit, torch.inf)
+    min_p = min_p.clamp(max=1)  # so that the likeliest token is always kept
+    rows = torch.arange(x.shape[0], device=x.device)
+    while True:
+        pivot = x.gather(-1, tokens[rows].unsqueeze(-1))
+        is_above = x > pivot
+        is_out = (pivot < least).squeeze(-1) | (mass.where(is_above) >= limit)
+        is_out |= mass.share(pivot).squeeze(-1) < min_p
+        left = _rows_with(is_out)
+        if left is None:
+            return tokens
+        rows, mass, x = rows[left], mass.of_rows(left), x[left]
+        least, limit, min_p = least[left], limit[left], min_p[left]
+        scores = torch.where(is_above[left], scores[left], -torch.inf)
+        tokens[rows] = scores.argmax(-1)
+
+
+def _kth_largest(x: Tensor, top_k: Tensor) -> Tensor:
+    """Least logit that top_k keeps, [n, 1]; -inf where it is off."""
+    last = top_k.clamp(max=x.shape[1]).long() - 1
+    ordered = x.topk(int(last.max()) + 1).values
+    if not ordered.shape[1]:
+        return x.new_full((x.shape[0], 1), -torch.inf)
+    least = ordered.gather(-1, last.clamp(min=0).unsqueeze(-1))
+    return torch.where(top_k.unsqueeze(-1) > 0, least, -torch.inf)

@@ -38,14 +38,11 @@ def score_row(
     if row["temperature"] == 0 or max(x) == -inf:
         return x
     x = [(value - max(x)) / row["temperature"] for value in x]
-    order = sorted(range(len(x)), key=lambda i: (-x[i], i))
-    least = x[order[min(row["top_k"] or len(x), len(x)) - 1]]
-    order = [i for i in order if x[i] >= least]
+    order = sorted(x, reverse=True)
+    kept = [value for value in order if value >= order[min(row["top_k"] or len(x), len(x)) - 1]]
+    wanted = row["top_p"] * sum(map(exp, kept)) if row["top_p"] < 1 else inf
     noise = gumbel_noise(table.seed[[slot]], table.seed[[0]] * 0 + position, len(x))[0].tolist()
-    wanted = row["top_p"] * sum(exp(x[i]) for i in order) if row["top_p"] < 1 else inf
-    scores, mass = [-inf] * len(x), 0.0
-    for i in order:
-        if mass < wanted and exp(x[i]) >= row["min_p"]:
-            scores[i] = x[i] + noise[i]
-        mass += exp(x[i])
-    return scores
+    for i, value in enumerate(x):
+        is_kept = value in kept and sum(exp(v) for v in kept if v > value) < wanted
+        x[i] = value + noise[i] if is_kept and exp(value) >= row["min_p"] else -inf
+    return x

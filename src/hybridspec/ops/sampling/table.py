@@ -7,7 +7,7 @@ large as [slots, vocab] floats is a bit mask, a row of a pool, or a piece of a f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 __all__ = [
     "COUNT_MASK",
     "IN_PROMPT",
-    "LONGEST_WORD",
     "SamplingTable",
     "SamplingUses",
     "count_tokens",
@@ -24,7 +23,6 @@ __all__ = [
 
 IN_PROMPT = -(2**15)  # the sign bit of a count
 COUNT_MASK = 2**15 - 1
-LONGEST_WORD = 64  # tokens of a bad word in the table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +48,7 @@ class SamplingUses:
     @classmethod
     def everything(cls) -> SamplingUses:
         """Say that any row may need anything."""
-        return cls.of([True] * len(fields(cls)))
+        return cls.of([True] * len(cls.__slots__))
 
     @classmethod
     def of(cls, flags: Iterable[bool]) -> SamplingUses:
@@ -93,7 +91,7 @@ class SamplingTable:
         bias_values: [NB] fp32.
         word_start, word_len: [S] int32, the slot's piece of `word_bounds`: word_len + 1 of them.
         word_bounds: [NW] int32, where the slot's bad words begin in `word_tokens`, and the end.
-        word_tokens: [NT] int32, the words, each of 2..LONGEST_WORD tokens.
+        word_tokens: [NT] int32, the words, each of 2 tokens or more.
     """
 
     temperature: Tensor
