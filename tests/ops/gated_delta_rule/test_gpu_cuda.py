@@ -25,8 +25,8 @@ def geometry_of(case: Case) -> tuple[int, int, int]:
     return case.geometry.value_dim, case.geometry.value_heads, case.geometry.heads
 
 
-# By kernel: workers take neighbours, and what one compiles it does not compile again. One dtype shows
-# that numbers of heads only move addresses.
+# By kernel: workers take neighbours, and what one compiles it does not compile again. One dtype
+# shows that numbers of heads only move addresses.
 @pytest.mark.parametrize(
     ("dtypes", "case"),
     [
