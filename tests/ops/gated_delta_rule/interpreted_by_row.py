@@ -30,7 +30,10 @@ def test_defaults() -> None:
     call.compare("triton", True, fold_threshold=1, scale=0.5, use_qk_l2norm=False, beta_scale=2.0)
 
 
-def test_parameters_of_sixteen_bits() -> None:
+@pytest.mark.parametrize("A_log", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dt_bias", [torch.bfloat16, torch.float16], ids=str)
+def test_parameters_of_sixteen_bits(A_log: torch.dtype, dt_bias: torch.dtype) -> None:
     call = RowCall(2, 32)
-    call.A_log, call.dt_bias = call.A_log.half(), call.dt_bias.half()
+    call.check_widening("triton", A_log, dt_bias)
+    call.A_log, call.dt_bias = call.A_log.to(A_log), call.dt_bias.to(dt_bias)
     call.compare("triton", False, fold_threshold=9)

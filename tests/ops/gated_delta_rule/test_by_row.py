@@ -33,6 +33,12 @@ def test_compiled_kernels_equal_the_reference(num_tokens: int, capacity: int) ->
     call.compare("triton", False)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_parameters_of_sixteen_bits(dtype: torch.dtype) -> None:
+    RowCall(2, 32).check_widening("reference", dtype, torch.float32)
+    RowCall(2, 32).check_widening("reference", torch.float32, dtype)
+
+
 @pytest.mark.parametrize("threshold", [None, 1, 6, 14])
 def test_equal_to_cursors_of_slots(threshold: int | None) -> None:
     call = RowCall(3, 32)
