@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from hybridspec.errors import UnsupportedError
 from hybridspec.models import ModelConfig
-from hybridspec.ops import paged_attention
-from hybridspec.ops.causal_conv1d import launch as conv_launch
-from hybridspec.ops.gated_delta_rule.choice import verify_backends
+from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention
 from hybridspec.runtime import GdnMemory, KvMemory, Pools
 
 __all__ = ["AttentionChoice", "backends_in_use", "choose_attention"]
@@ -45,12 +42,10 @@ def choose_attention(
     if not pools.of_kind(KvMemory):
         none = ("reference", "no layer attends")
         return {"verify": none, "prefill": none}
-    call = _attention_call(pools, config)
-    q, out = call[0], torch.empty_like(call[0])
-    refusals = {
-        name: explain(*call, out, max_verify_tokens)
-        for name, explain in paged_attention.verify_backends(q).items()
-    }
+    rows, pages = _attention_call(pools, config)
+    cu_seqlens, slots = pools.seq_len.new_zeros(2), pools.seq_len.new_zeros(1)
+    batch = paged_attention.Batch(cu_seqlens, slots, max_verify_tokens)
+    refusals = paged_attention.explain_verify(rows, pages, batch)
     name = requested
     if requested == "auto":
         name = next(name for name, reason in refusals.items() if reason is None)
@@ -62,10 +57,8 @@ def choose_attention(
         )
     is_asked_for = requested != "auto"
     choice = {"verify": (name, _reason(name, refusals, is_asked_for=is_asked_for))}
-    refusals = {
-        other: explain(*call, out, config.max_positions)
-        for other, explain in paged_attention.prefill_backends(q).items()
-    }
+    batch = batch._replace(max_rows=config.max_positions)
+    refusals = paged_attention.explain_prefill(rows, pages, batch)
     name = "reference"
     if requested in ("auto", "fa3") and refusals["fa3"] is None:
         name = "fa3"
@@ -82,19 +75,19 @@ def _reason(name: str, refusals: Mapping[str, str | None], *, is_asked_for: bool
     return "; ".join(parts)
 
 
-def _attention_call(pools: Pools, config: ModelConfig) -> tuple[Any, ...]:
+def _attention_call(
+    pools: Pools, config: ModelConfig
+) -> tuple[paged_attention.Rows, paged_attention.Pages]:
     """Return tensors like those of a call of one row, as far as backends look at them."""
     heads, kv_heads = config.num_attention_heads, config.num_kv_heads
     dtype = pools.specs.options.dtype
     qk = torch.empty(1, heads + kv_heads, config.head_dim, dtype=dtype, device=pools.device)
     q, k = qk.split((heads, kv_heads), dim=1)
     kv = pools.of_kind(KvMemory)[0]
-    slots = pools.seq_len.new_zeros(1)
-    cu_seqlens = pools.seq_len.new_zeros(2)
     return (
-        q, k, torch.empty_like(k), kv.k_pages, kv.v_pages, pools.page_table, pools.seq_len,
-        cu_seqlens, slots,
-    )  # fmt: skip
+        paged_attention.Rows(q, k, torch.empty_like(k), torch.empty_like(q), None),
+        paged_attention.Pages(kv.k_pages, kv.v_pages, pools.page_table, pools.seq_len),
+    )
 
 
 def backends_in_use(pools: Pools, attention: AttentionChoice) -> dict[str, tuple[str, str]]:
@@ -113,18 +106,31 @@ def _gdn_choice(memory: GdnMemory) -> tuple[str, str]:
     ring = memory.ring
     q, out = (rows[:1, :, 0].contiguous() for rows in (ring.k, ring.u))
     gate = out[:, :, 0]
-    refusals = {
-        name: explain(q, q, out, gate, gate, memory.state, ring, out, 1)
-        for name, explain in verify_backends(q).items()
-    }
-    name = next(name for name, reason in refusals.items() if reason is None)
-    return name, _reason(name, refusals, is_asked_for=False)
+    weight = torch.empty_like(out[0, :, 0], dtype=torch.float32)
+    refusals = gated_delta_rule.explain_verify(
+        gated_delta_rule.Rows(q, q, out, gate, gate, out),
+        gated_delta_rule.Gates(weight, weight, None, True, 1.0),
+        gated_delta_rule.State(memory.state, memory.state_scale),
+        ring,
+        gated_delta_rule.Batch(ring.history_len, ring.history_len, None, 1),
+    )
+    return _first(refusals)
 
 
 def _conv_choice(memory: GdnMemory) -> tuple[str, str]:
     ring = memory.conv_ring
     x = ring[:1, 0].contiguous()
     weight = ring.new_empty(ring.shape[2], 4)
-    refusal = conv_launch.explain_verify(x, weight, ring, x, 1)
-    name = "triton" if refusal is None else "reference"
-    return name, _reason(name, {"triton": refusal}, is_asked_for=False)
+    return _first(
+        causal_conv1d.explain_verify(
+            causal_conv1d.Rows(x, x),
+            causal_conv1d.Taps(weight, None, "silu"),
+            causal_conv1d.Log(ring, memory.seq_len),
+            causal_conv1d.Batch(memory.seq_len, memory.seq_len, 1),
+        )
+    )
+
+
+def _first(refusals: Mapping[str, str | None]) -> tuple[str, str]:
+    name = next(name for name, reason in refusals.items() if reason is None)
+    return name, _reason(name, refusals, is_asked_for=False)

@@ -1,4 +1,4 @@
-"""Plain PyTorch form of norm and rotation: oracle of the kernel, and what runs without one."""
+"""Norm and rotation in PyTorch operators: what runs without the kernel."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridspec.ops._library import Written
 from hybridspec.ops.norms import widened
 
 __all__ = ["norm_and_rotate"]
 
 
 def norm_and_rotate(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, out: Tensor
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Written[Tensor], eps: float
 ) -> None:
     """See `api.norm_and_rotate`."""
     heads = F.rms_norm(widened(x, weight.dtype), weight.shape[1:], None, eps) * weight
