@@ -277,6 +277,19 @@ CONFIGS: dict[str, Case] = {
         C,
         f"/config.json: model_type: expected one of {TYPES}, found '\\x1b[31m'",
     ),
+    "a link that leads nowhere": (
+        lambda folder: (
+            (folder / "generation_config.json").unlink()
+            or (folder / "generation_config.json").symlink_to("lost")
+        ),
+        C,
+        "/generation_config.json: not readable as JSON ([Errno 2] No such file",
+    ),
+    "a folder in place of a file": (
+        both(remove("config.json"), lambda folder: (folder / "config.json").mkdir()),
+        C,
+        "/config.json: not readable as JSON ([Errno 21] Is a directory",
+    ),
     "generation config": (
         text("generation_config.json", "oops"),
         C,

@@ -23,6 +23,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from hybridspec.ops._autocast import without_autocast
 from hybridspec.ops._backends import Supports, always, choose_backend
 
 __all__ = ["LIBRARY", "Backend", "Op", "Written", "kernel_or_reference", "register"]
@@ -132,6 +133,7 @@ class Op:
         ]  # decides the device, and whether there is something to trace
         self._is_remembered = not any(leaf.kind == "Tensor[]" for leaf in leaves)
         self._runs: dict[object, Run] = {}
+        self._serve_exactly = without_autocast(self._serve)
         qualified = name.replace(".", "_")
         schema = ", ".join([leaf.declaration for leaf in leaves] + ["str backend"])
         LIBRARY.define(f"{qualified}({schema}) -> ()")
@@ -147,7 +149,7 @@ class Op:
             if type(flat[self._anchor]) is not Tensor:
                 flat = None
         if flat is not None:
-            self._run(arguments, flat, backend)
+            self._serve_exactly(arguments, flat, backend)
             return
         self._check(*arguments)
         if not isinstance(backend, str):
@@ -200,9 +202,9 @@ class Op:
             else group.kind(**{name: next(rest) for name in group.names})
             for group in self._groups
         ]
-        self._run(arguments, flat, backend)
+        self._serve_exactly(arguments, flat, backend)
 
-    def _run(self, arguments: Sequence[Any], flat: Sequence[Any], backend: str) -> None:
+    def _serve(self, arguments: Sequence[Any], flat: Sequence[Any], backend: str) -> None:
         try:
             key = self._key(flat, backend) if self._is_remembered else None
             run = self._runs.get(key)

@@ -16,7 +16,7 @@ from hybridspec.ops._checks import (
 from hybridspec.ops._library import kernel_or_reference, register
 from hybridspec.ops.rotary import cpu, launch
 
-__all__ = ["norm_and_rotate"]
+__all__ = ["explain", "norm_and_rotate"]
 
 
 def norm_and_rotate(
@@ -88,6 +88,13 @@ def _check(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, eps
     check("out", out, "N heads D", dims)
     check_dtype("out", out, x.dtype)
     check_last_stride("out", out)
+
+
+def explain(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, eps: float
+) -> dict[str, str | None]:
+    """Say of each backend, in order of preference, why it cannot serve a call, or None."""
+    return _op.explain(x, weight, cos, sin, out, eps)
 
 
 _op = register(

@@ -1,0 +1,145 @@
+"""Which token stands at each row: the one call of a step between logits and acceptance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import Dims, check, check_dtype
+from .._library import kernel_or_reference, register
+from .._triton_support import explain_tensors
+from . import cpu
+from .table import SamplingTable, SamplingUses
+
+__all__ = ["NO_TOKEN", "choose"]
+
+NO_TOKEN = -1  # where nothing can be chosen
+
+_EVERYTHING = SamplingUses.everything()
+
+
+def _explain(logits: Tensor, *others: object) -> str | None:
+    return explain_tensors([("logits", logits)], (torch.float32,))
+
+
+def _launch(*arguments: Any) -> None:
+    from hybridspec.ops.sampling import launch
+
+    launch.choose(*arguments)
+
+
+def choose(
+    logits: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    table: SamplingTable,
+    seq_len: Tensor,
+    drafts: Tensor,
+    token_pages: Tensor,
+    page_table: Tensor,
+    *,
+    mask: Tensor | None = None,
+    uses: SamplingUses | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Choose one token per row; nothing but `out` is modified, and by kernels the logits.
+
+    Row (slot, j) chooses at position seq_len[slot] + 1 + j and has seen drafts[slot, :j], pending.
+
+        x = logit + bias
+        x = x / repetition if x > 0 else x * repetition    for tokens of prompt, output, pending
+        x = x - frequency * count - presence * [count > 0]      count: in output and pending
+        x = -inf    for a token that is not allowed, ends before ends_from, or completes a bad word
+        score = x / temperature + noise(seed, position, token)     (temperature 0: score = x)
+        top_k: drop tokens than which k others are more likely
+        top_p: drop those where the probability of the more likely ones, of all that top_k keeps,
+               reaches top_p
+        min_p: drop those less likely than min_p times the likeliest
+        token = the one of the best score
+
+    Args:
+        logits: raw scores, [N, V], fp32; in, scratch.
+        slots: slot of each row, [N], int32, -1 = hold row; in.
+        offsets: j of each row, [N], int32; in.
+        table: sampling data by slot; in.
+        seq_len: position of the newest committed token, [S], int32; in.
+        drafts: tokens behind it, [S, k], int64, negative = none; in.
+        token_pages: the log of committed tokens, [P, page_size], int32; in.
+        page_table: [S, pages], int32; in.
+        mask: more bits of tokens that may be chosen, by row, [N, ceil(V / 32)], int32; in.
+        uses: what some row may need; None is everything.
+        out: [N], int64; out.
+        backend: "auto", "triton" or "reference"; the last one looks at values, so it waits for
+            a device and cannot be captured in a graph.
+
+    Returns:
+        Token ids [N], int64: the lowest of equals. NO_TOKEN for a hold row, for a row that holds a
+        NaN or +inf, and where nothing may be chosen.
+
+    Raises:
+        ValueError, TypeError: if a shape or dtype is wrong.
+        UnsupportedError: if the backend cannot serve the call.
+
+    Numerics:
+        Edits in fp32, one rounding per operation; scores in fp64 with noise rounded to fp32;
+        probabilities as in mass.py. A row's token is a function of its logits, its slot's data and
+        its offset, the same on every backend; the other rows do not matter.
+    """
+    if out is None:
+        out = torch.empty(slots.shape[0], dtype=torch.int64, device=slots.device)
+    _choose(
+        logits, slots, offsets, table, seq_len, drafts, token_pages, page_table, mask,
+        uses or _EVERYTHING, out, backend=backend,
+    )  # fmt: skip
+    return out
+
+
+_ARGUMENTS = (
+    ("logits", "N V", torch.float32),
+    ("slots", "N", torch.int32),
+    ("offsets", "N", torch.int32),
+    ("table.temperature", "S", torch.float32),
+    ("table.allowed_bits", "S words", torch.int32),
+    ("table.counts", "C V", torch.int16),
+    ("seq_len", "S", torch.int32),
+    ("drafts", "S k", torch.int64),
+    ("token_pages", "P page_size", torch.int32),
+    ("page_table", "S pages", torch.int32),
+    ("mask", "N words", torch.int32),
+    ("out", "N", torch.int64),
+)
+
+
+def _check(
+    logits: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    table: SamplingTable,
+    seq_len: Tensor,
+    drafts: Tensor,
+    token_pages: Tensor,
+    page_table: Tensor,
+    mask: Tensor | None,
+    uses: SamplingUses,
+    out: Tensor,
+) -> None:
+    dims: Dims = {}
+    tensors = (
+        logits, slots, offsets, table.temperature, table.allowed_bits, table.counts, seq_len,
+        drafts, token_pages, page_table, mask, out,
+    )  # fmt: skip
+    for (name, spec, dtype), tensor in zip(_ARGUMENTS, tensors, strict=True):
+        if tensor is not None:
+            check(name, tensor, spec, dims)
+            check_dtype(name, tensor, dtype)
+    if dims["words"] != -(-dims["V"] // 32):
+        raise ValueError(
+            f"table.allowed_bits: expected [S, {-(-dims['V'] // 32)}] for {dims['V']} tokens, got "
+            f"[S, {dims['words']}]"
+        )
+
+
+_choose = register("sampling.choose", kernel_or_reference(_explain, _launch, cpu.choose), _check)
