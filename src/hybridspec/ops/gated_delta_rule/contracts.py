@@ -28,7 +28,14 @@ from hybridspec.ops.ring.view import (
     ring_tensors,
 )
 
-__all__ = ["check_fold", "check_materialize", "check_prefill", "check_verify", "check_verify_rows"]
+__all__ = [
+    "check_fold",
+    "check_materialize",
+    "check_pools",
+    "check_prefill",
+    "check_verify",
+    "check_verify_rows",
+]
 
 
 def check_verify(rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch) -> None:
@@ -63,7 +70,7 @@ def check_verify_rows(rows: Rows, gates: Gates, state: State, ring: RingView, ba
 
 def check_fold(state: State, ring: RingView, slots: Tensor, is_fold: Tensor) -> None:
     """Raise unless the arguments of `fold` fit together."""
-    _check_pools(state, ring)
+    check_pools(state, ring)
     check_marks({}, slots=slots, is_fold=is_fold)
     check_devices(state=state.values, slots=slots, is_fold=is_fold)
 
@@ -72,7 +79,7 @@ def check_materialize(
     state: State, ring: RingView, slots: Tensor, out_slots: Tensor, num_rows: Tensor
 ) -> None:
     """Raise unless the arguments of `materialize` fit together."""
-    _check_pools(state, ring)
+    check_pools(state, ring)
     check_marks({}, slots=slots, out_slots=out_slots, num_rows=num_rows)
     check_devices(state=state.values, slots=slots, out_slots=out_slots, num_rows=num_rows)
 
@@ -158,15 +165,15 @@ def _check_state(state: State) -> None:
     check_last_stride("state_scale", scale)
 
 
-def _check_pools(state: State, ring: RingView) -> None:
-    """Raise unless a state pool and a ring belong together."""
+def check_pools(state: State, ring: RingView, cursors: str = "S") -> None:
+    """Raise unless a state pool and a ring belong together; `cursors` as `check_ring`."""
     dims: Dims = {}
     check("state", state.values, "S HV V K", dims)
     _check_state(state)
-    check_ring_shapes(ring, dims)
+    check_ring_shapes(ring, dims, cursors)
     if dims["H"] == 0 or dims["HV"] % dims["H"]:
         raise ValueError(
             f"state: expected a multiple of ring.k's {dims['H']} heads, got {dims['HV']}"
         )
-    check_ring(ring)
+    check_ring(ring, cursors)
     check_devices(state=state.values, state_scale=state.scale, **ring_tensors(ring))

@@ -166,7 +166,7 @@ def explain_verify(
     return reason or _explain_pools(state.values, ring)
 
 
-def explain_advance(state: State, ring: RingView, *marks: Tensor) -> str | None:
+def explain_advance(state: State, ring: RingView, *marks: object) -> str | None:
     """Say why the Triton kernel cannot serve a fold or materialize call, or return None."""
     reason = explain_tensors([("state", state.values), ("ring.k", ring.k), ("ring.u", ring.u)])
     return reason or _explain_pools(state.values, ring)
@@ -290,8 +290,8 @@ def _advance(
         advance_kernel[(num_requests * value_heads * (value_dim // 16),)](
             state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len,
             slots, out_slots, num_rows,
-            *state.stride()[:3], *ring.k.stride()[:3], *ring.u.stride()[:3],
-            *ring.cum_log_decay.stride()[:2],
+            state.stride()[:3], ring.k.stride()[:3], ring.u.stride()[:3],
+            ring.cum_log_decay.stride()[:2],
             H=ring.k.shape[1],
             HV=value_heads,
             K=key_dim,

@@ -143,7 +143,8 @@ def _forbid_words(
         wanted = table.word_tokens[(last - back).clamp(min=0)]
         is_begun = is_begun & ((last - back < first) | (wanted == token.unsqueeze(-1)))
     tokens = torch.where(is_begun, table.word_tokens[last.clamp(min=0)], 0).long()
-    x[rows] = x[rows].scatter_add_(-1, tokens, torch.where(is_begun, -torch.inf, 0.0))
+    lost = torch.zeros_like(tokens, dtype=x.dtype).masked_fill_(is_begun, -torch.inf)
+    x[rows] = x[rows].scatter_add_(-1, tokens, lost)
 
 
 def _token_at(

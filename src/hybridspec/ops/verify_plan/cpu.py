@@ -81,6 +81,13 @@ def build_params(token_ids: Tensor, slots: Tensor, cursors: Cursors, plan: Writt
     """Fill `plan` from its own `cu_seqlens`; see api.py."""
     seq_len, history_len, ring_start, max_window = cursors
     num_requests, tokens_per_request = token_ids.shape
+    if num_requests == 0:
+        zeros = ("num_verify_tokens", "kv_len", "is_fold", "token_ids", "positions")
+        for name in zeros:
+            getattr(plan, name).zero_()
+        plan.slots.fill_(-1)
+        plan.sources.fill_(-1)
+        return
     check_slots("slots", slots.tolist(), seq_len.shape[0])
     counts = plan.cu_seqlens.diff()[:num_requests]
     is_live = slots >= 0
@@ -124,6 +131,11 @@ def plan_step(
         return
     select_rows(drafts, slots, num_rows, plan.cu_seqlens, plan.workspace)
     build_params(token_ids, slots, cursors, plan)
+
+
+def _one_at_least(values: Tensor) -> Tensor:
+    """The same, or one row of zeros for hold rows to look at where there is none."""
+    return values if values.shape[0] else values.new_zeros(1, *values.shape[1:])
 
 
 def _plan_all(
@@ -171,14 +183,14 @@ def _plan_all(
         (plan.positions, positions + [0] * hold),
         (plan.sources, sources + [-1] * hold),
     ):
-        tensor.copy_(torch.tensor(values))
+        tensor.copy_(torch.tensor(values, device=slots.device))
     return True
 
 
 def compact_hidden(hidden: Tensor, sources: Tensor, out: Written[Tensor]) -> None:
     """out[i] = hidden[sources[i]], zeros where that is negative."""
     is_owned = (sources >= 0)[:, None]
-    out.copy_(torch.where(is_owned, hidden[sources.clamp(min=0).long()], 0))
+    out.copy_(torch.where(is_owned, _one_at_least(hidden)[sources.clamp(min=0).long()], 0))
 
 
 def compact_sampling(
@@ -192,7 +204,7 @@ def compact_sampling(
     request = sources.clamp(min=0).long() // rows_per_request
     for name in SamplingColumns.__slots__:
         off = 1 if name == "top_p" else 0
-        chosen = getattr(requests, name)[request]
+        chosen = _one_at_least(getattr(requests, name))[request]
         getattr(rows, name).copy_(torch.where(is_owned, chosen, off))
 
 
