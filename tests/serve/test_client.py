@@ -241,6 +241,8 @@ def test_tokens_of_texts(client: openai.OpenAI, offline: LLM, running: Running) 
         ({"prompt": "a" * 300_000}, "prompt: expected at most"),
         ({"prompt": []}, "prompt: expected 1 to 64 prompts"),
         ({"prompt": [1, 300]}, "prompt_token_ids: expected ids in"),
+        ({"stop": ["a"] * 33}, "stop: expected at most 32 entries"),
+        ({"logit_bias": {str(i): 1 for i in range(9000)}}, "logit_bias: expected at most 8192"),
         ({"suffix": "x"}, "suffix: not supported"),
         ({"best_of": 2}, "best_of: not supported"),
         ({"extra_body": {"structured_outputs": {"json": {}}}}, "structured_outputs: not supported"),
