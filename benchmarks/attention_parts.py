@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from harness import Timing, Variant, environment, time_interleaved
-from hybridspec.models.layers import RmsNorm, rotate_
+from hybridspec.ops.norms import RmsNorm
 from hybridspec.ops.paged_attention import fa3, reference
 from hybridspec.ops.paged_attention.append import append_rows
-from hybridspec.ops.rotary import norm_and_rotate
+from hybridspec.ops.rotary import norm_and_rotate, rotate_
 
 NUM_TOKENS = 4
 # (requests, context, Hq, Hkv, D)
@@ -101,7 +101,7 @@ def rotation(shape: tuple[int, int, int, int]) -> list[Variant]:
     def plain() -> Tensor:
         """What layers do on a CPU."""
         wide = norm.forward(x.float())
-        rotate_(wide, (cos, sin))
+        rotate_(wide, cos, sin)
         return wide.to(x.dtype)
 
     def fused() -> Tensor:

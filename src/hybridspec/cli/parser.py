@@ -101,7 +101,6 @@ def _add_prompt(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -121,6 +120,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="random numbers as weights, to measure a geometry from config.json alone",
     )
+    _add_engine(group)
+
+
+def _add_engine(group: Any) -> None:
+    """Add how the model runs to the flags that say which one."""
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     for name, what, choices in (
         ("dtype", "of weights and activations", DTYPES),
         ("state_dtype", "of the recurrent state", STATE_DTYPES),

@@ -43,6 +43,9 @@ class LLM:
         model: folder in Hugging Face layout, the id of a repository on the Hugging Face hub, or
             "bundled" for the model in this package.
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
+        acceptance: accept drafts by force with these probabilities (conditional on the position
+            before), to measure; what comes out is synthetic.
+        acceptance_spread: half the width around them within which each draft draws its own.
         verify_rows: most rows of a verify step over all requests, the most probable drafts first;
             each running request has one in any case; None verifies every draft.
         drafter: what drafts: "mtp" is the checkpoint's draft head, "lookup" the request's own text,
@@ -67,7 +70,7 @@ class LLM:
         max_num_seqs: most requests that run at the same time, 1..256; None is 64 on a CPU and 256
             on a GPU.
         max_num_batched_tokens: most prompt rows of a forward pass, over all requests.
-        enforce_eager: whether to run without CUDA graphs, as every engine does now.
+        enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from: a folder, an id or "bundled".
         seed: where the seeds of requests that name none come from: the same requests in the same
@@ -88,6 +91,8 @@ class LLM:
         *,
         draft_tokens: int = 3,
         verify_rows: int | None = None,
+        acceptance: Sequence[float] | None = None,
+        acceptance_spread: float = 0.0,
         drafter: str = "auto",
         mtp_from: str | Path | None = None,
         dummy_weights: bool = False,
@@ -115,6 +120,8 @@ class LLM:
         config = EngineConfig(
             draft_tokens=draft_tokens,
             verify_rows=verify_rows,
+            acceptance=None if acceptance is None else tuple(acceptance),
+            acceptance_spread=acceptance_spread,
             drafter=drafter,
             mtp_from=str(mtp_from) if isinstance(mtp_from, Path) else mtp_from,
             dummy_weights=dummy_weights,

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from hybridspec.models.config import ModelConfig
 from hybridspec.models.mlp import Mlp, MoeMlp
-from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention
+from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention, rotary
 from hybridspec.ops.norms import RmsNorm, widened
-from hybridspec.ops.rotary import norm_and_rotate, rotate_
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import GdnMemory, KvMemory, MemoryOptions, MemorySpec
 
@@ -28,6 +27,7 @@ __all__ = [
     "ATTENTION",
     "CAUSAL_CONV1D",
     "GATED_DELTA_RULE",
+    "NORM_AND_ROTATE",
     "PROMPT_ATTENTION",
     "AttentionLayer",
     "DecoderLayer",
@@ -43,6 +43,7 @@ GATED_DELTA_RULE = "gated_delta_rule"
 CAUSAL_CONV1D = "causal_conv1d"
 ATTENTION = "paged_attention"
 PROMPT_ATTENTION = "attention of prompts"
+NORM_AND_ROTATE = "norm_and_rotate"
 
 # By op: the backends in order of preference, each with why it would not serve, None if it would.
 Refusals = dict[str, dict[str, str | None]]
@@ -224,7 +225,8 @@ class AttentionLayer:
         in_weight: [q | k | v | gate] stacked, [(2 Hq + 2 Hkv) d, D].
         qk_norm: norm of every head of q and k, weight [Hq + Hkv, d].
         out_weight: [D, Hq d].
-        verify_backend, prefill_backend: which implementation of attention to use.
+        verify_backend, prefill_backend: what attends for rows to verify and for prompt rows.
+        rotary_backend: what norms and rotates heads on a GPU.
     """
 
     config: ModelConfig
@@ -233,6 +235,7 @@ class AttentionLayer:
     out_weight: Tensor
     verify_backend: str
     prefill_backend: str
+    rotary_backend: str
 
     @staticmethod
     def memory_spec(config: ModelConfig, options: MemoryOptions) -> MemorySpec:
@@ -250,6 +253,9 @@ class AttentionLayer:
             q, k, torch.empty_like(k), memory.k_pages, memory.v_pages, memory.page_table,
             memory.seq_len, offsets, offsets[:1], torch.empty_like(q),
         )  # fmt: skip
+        wide = torch.promote_types(qk.dtype, torch.float32)
+        weight = qk.new_empty(qk.shape[1:], dtype=wide)
+        angles = qk.new_empty(1, 1, config.rotary_dim, dtype=wide)
         return {
             ATTENTION: {
                 name: explain(*call, max_verify_tokens)
@@ -258,6 +264,10 @@ class AttentionLayer:
             PROMPT_ATTENTION: {
                 name: explain(*call, config.max_positions)
                 for name, explain in paged_attention.prefill_backends(q).items()
+            },
+            NORM_AND_ROTATE: {
+                name: explain(qk, weight, angles, angles, config.norm_eps, torch.empty_like(qk))
+                for name, explain in rotary.backends(qk).items()
             },
         }
 
@@ -287,14 +297,16 @@ class AttentionLayer:
         y = y.flatten(-2).mul_(gate.sigmoid())
         return torch.addmm(residual, y, self.out_weight.t())
 
-    def _norm_and_rotate(self, qk: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def _norm_and_rotate(self, qk: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         weight = self.qk_norm.weight
         heads = qk.view(-1, *weight.shape)
         if qk.is_cuda:
-            return norm_and_rotate(heads, weight, *rotary, eps=self.qk_norm.eps)
+            return rotary.norm_and_rotate(
+                heads, weight, *angles, eps=self.qk_norm.eps, backend=self.rotary_backend
+            )
         # The call of an op costs a CPU as much as this arithmetic.
         heads = self.qk_norm.wide(heads)
-        rotate_(heads, *rotary)
+        rotary.rotate_(heads, *angles)
         return widened(heads, qk.dtype)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from helpers.empty_plans import check_no_requests
 from helpers.group_cases import GROUPINGS, group_case
 from helpers.plan_cases import (
     KINDS,
@@ -269,3 +270,7 @@ def test_page_tables() -> None:
         copy_page_table(buffer[view], source, requests)
         lightllm.page_table_copy(moved[view], source.cuda(), requests.cuda())
         assert torch.equal(moved.cpu(), buffer)
+
+
+def test_no_requests() -> None:
+    check_no_requests("triton", "cuda")

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.empty_plans import check_no_requests
 from helpers.plan_cases import KINDS, PlanCase, differences, random_case, reference_plan
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops.verify_plan import (
@@ -190,6 +191,10 @@ def test_a_last_column_too_many_changes_nothing() -> None:
         )  # fmt: skip
         plans.append(plan)
     assert differences(*plans) == 0
+
+
+def test_no_requests() -> None:
+    check_no_requests("reference")
 
 
 def test_zero_drafts_and_zero_requests() -> None:

@@ -324,8 +324,8 @@ def advance(
         advance_kernel[(num_requests * value_heads * (value_dim // 16),)](
             state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len,
             slots, out_slots, num_rows,
-            *state.stride()[:3], *ring.k.stride()[:3], *ring.u.stride()[:3],
-            *ring.cum_log_decay.stride()[:2],
+            state.stride()[:3], ring.k.stride()[:3], ring.u.stride()[:3],
+            ring.cum_log_decay.stride()[:2],
             H=ring.k.shape[1],
             HV=value_heads,
             K=key_dim,

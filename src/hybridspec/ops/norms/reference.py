@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridspec.ops._autocast import without_autocast
+
 __all__ = ["gdn_gates", "widened"]
 
 
@@ -18,6 +20,7 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+@without_autocast
 def gdn_gates(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, beta_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
