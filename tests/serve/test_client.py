@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,47 @@ def test_tokens_of_texts(client: openai.OpenAI, offline: LLM, running: Running) 
     chat = client.post("/../tokenize", body={"messages": MESSAGES}, cast_to=object)
     prompt = running.llm.chat_prompt(MESSAGES)
     assert chat["tokens"] == offline.tokenizer.encode(prompt, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_options_equal_the_offline_answer(
+    client: openai.OpenAI, offline: LLM, seed: int
+) -> None:
+    rng = random.Random(seed)
+    options: dict[str, Any] = {
+        "temperature": rng.choice([0, 0.7, 1.3]),
+        "seed": rng.randrange(2**62),
+        "max_tokens": rng.randrange(1, 40),
+        "n": rng.choice([1, 1, 3]),
+        "stop": rng.choice([None, ["\n"], ["e", "self"], ["é"]]),
+        "frequency_penalty": rng.choice([0, 0.5]),
+        "presence_penalty": rng.choice([0, 1.5]),
+    }
+    ours: dict[str, Any] = {
+        "top_k": rng.choice([-1, 0, 5]),
+        "top_p": rng.choice([1, 0.8]),
+        "min_p": rng.choice([0, 0.05]),
+        "repetition_penalty": rng.choice([1, 1.2]),
+        "draft_tokens": rng.choice([None, 0, 1, 3]),
+        "min_tokens": rng.choice([0, 1]),
+        "include_stop_str_in_output": rng.random() < 0.5,
+        "ignore_eos": rng.random() < 0.5,
+        "allowed_token_ids": rng.choice([None, list(range(32, 127))]),
+    }
+    prompt = rng.choice([PROMPT, "class A:\n", "é"])
+    outputs = expected(offline, prompt, **options, **ours)
+    right = [(one.text, one.finish_reason, one.stop_reason) for one in outputs]
+    answer = client.completions.create(model="small", prompt=prompt, extra_body=ours, **options)
+    found = [(one.text, one.finish_reason, one.stop_reason) for one in answer.choices]
+    assert found == right
+    texts = [""] * options["n"]
+    chunks = client.completions.create(
+        model="small", prompt=prompt, extra_body=ours, stream=True, **options
+    )
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [text for text, _, _ in right]
 
 
 @pytest.mark.parametrize(
