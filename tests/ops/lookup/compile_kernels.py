@@ -21,7 +21,7 @@ if __name__ == "__main__":
     print(
         json.dumps(
             [
-                compiled(look_up_kernel, CONSTANTS, types, capability, {"num_warps": 4})
+                compiled(look_up_kernel, CONSTANTS, types, capability, {"num_warps": 8})
                 for capability in map(int, sys.argv[1:])
             ]
         )

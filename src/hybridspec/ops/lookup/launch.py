@@ -11,6 +11,7 @@ from .triton_look_up import look_up_kernel
 __all__ = ["look_up"]
 
 _BLOCK = 1024
+_WARPS = 8
 
 
 def look_up(
@@ -36,5 +37,5 @@ def look_up(
             token_pages, page_table, seq_len, slots, drafts, num, agreement, count,
             token_pages.shape[1], token_pages.stride(0), page_table.stride(0),
             NUM_TOKENS=num_tokens, MAX_PLACES=max_places, MAX_AGREEMENT=max_agreement,
-            BLOCK=_BLOCK, BLOCK_DRAFTS=triton.next_power_of_2(count), num_warps=4,
+            BLOCK=_BLOCK, BLOCK_DRAFTS=triton.next_power_of_2(count), num_warps=_WARPS,
         )  # fmt: skip

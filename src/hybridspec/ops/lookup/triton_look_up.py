@@ -53,14 +53,14 @@ def look_up_kernel(
                 num_later = num_here - tl.cumsum(is_match.to(tl.int32), 0)
                 is_same = is_match & (num_found + num_later < MAX_PLACES)
                 agreeing = tl.where(is_same, NUM_TOKENS, 0)
-                for back in range(NUM_TOKENS, MAX_AGREEMENT):
-                    is_same = is_same & (place - 1 - back >= 0)
+                for further in range(NUM_TOKENS, MAX_AGREEMENT):
+                    is_same = is_same & (place - 1 - further >= 0)
                     wanted = load_tokens(
-                        token_pages_ptr, pages_ptr, page_size, page_stride, length - 1 - back,
-                        length - 1 - back >= 0,
+                        token_pages_ptr, pages_ptr, page_size, page_stride, length - 1 - further,
+                        length - 1 - further >= 0,
                     )  # fmt: skip
                     found = load_tokens(
-                        token_pages_ptr, pages_ptr, page_size, page_stride, place - 1 - back,
+                        token_pages_ptr, pages_ptr, page_size, page_stride, place - 1 - further,
                         is_same,
                     )  # fmt: skip
                     is_same = is_same & (found == wanted)
