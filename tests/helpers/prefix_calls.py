@@ -18,9 +18,10 @@ class PrefixCall:
     to write, a negative number of rows, more than a window.
     """
 
-    def __init__(self, dtypes: Dtypes, capacity: int = 32) -> None:
+    def __init__(self, dtypes: Dtypes, capacity: int = 32, device: str = "cpu") -> None:
+        self.device = device
         self.geometry = Geometry(2, 4, 32, 48, capacity, min(16, capacity - 1), 12)
-        self.pools = Pools.create(self.geometry, dtypes)
+        self.pools = Pools.create(self.geometry, dtypes, device)
         generator = torch.Generator().manual_seed(0)
         most = self.geometry.max_window
         starts, lengths = (capacity - 3, 5, 0, 2, 1, 1, 1, 1), (most, 3, 7, 4, 4, 4, 4, 4)
@@ -33,9 +34,8 @@ class PrefixCall:
         self.starts = self._int32(*starts)
         self.counts = self._int32(most, 1, 7, 0, 2, 2, -1, most + 1)
 
-    @staticmethod
-    def _int32(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32)
+    def _int32(self, *values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def run(self, **options: object) -> Tensor:
         """Return the states after the call; the pools stay."""

@@ -19,7 +19,7 @@ from hybridspec.ops import causal_conv1d, paged_attention
 from hybridspec.ops.norms import gdn_gates
 from hybridspec.ops.rotary import norm_and_rotate
 from hybridspec.ops.sampling import gumbel_noise, sample
-from hybridspec.ops.verify_plan import reference
+from hybridspec.ops.verify_plan import cpu
 
 F32 = torch.float32
 Run = Callable[[], list[Tensor]]
@@ -68,7 +68,7 @@ def sampling() -> Run:
 
 def plan() -> Run:
     case = random_case(torch.Generator().manual_seed(2), 9, 4, kind="uniform")
-    return lambda: list(run_plan(case, reference.plan_step).tensors())
+    return lambda: list(run_plan(case, cpu.plan_step).tensors())
 
 
 OPS: dict[str, Callable[[], Run]] = {

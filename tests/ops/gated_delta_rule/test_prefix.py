@@ -29,6 +29,18 @@ def test_equal_to_cursors_of_slots(dtypes: Dtypes, capacity: int) -> None:
     assert not torch.equal(found[8], found[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_compiled_kernel_equals_the_reference(dtypes: Dtypes) -> None:
+    call = PrefixCall(dtypes, device="cuda")
+    active = torch.tensor([2, -1, 0, 7, 99, 1, 3, 5], dtype=torch.int32, device="cuda")
+    bound = 1e-4 if dtypes.state == F32 else 2e-2
+    for options in ({}, {"active": active}, {"active": active, "num_active": active[:1]}):
+        found, expected = (call.run(backend=name, **options) for name in ("triton", "reference"))
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound, equal_nan=True)
+    assert_same_bits(call.run(backend="triton")[11], call.pools.state[3])
+
+
 def test_no_rows_are_a_copy_of_every_bit() -> None:
     call = PrefixCall(DTYPES[1])
     assert_same_bits(call.run()[11], call.pools.state[3])
@@ -55,13 +67,16 @@ def test_passes_opcheck() -> None:
         torch.library.opcheck(
             torch.ops.hybridspec.gated_delta_rule_materialize_rows.default,
             (
-                *pools,
+                pools[0],
+                None,
+                *pools[1:],
+                call.starts,
+                call.starts,
+                16,
                 call.slots,
                 call.out_slots,
-                call.starts,
                 call.counts,
                 *optional,
-                16,
                 8,
                 "auto",
             ),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from hybridspec.ops._requests import Batch
 from hybridspec.ops._triton_support import explain_tensors, round_up_to_power_of_two
+from hybridspec.ops.causal_conv1d.call import Log, Rows, Taps
 
 __all__ = ["explain_verify", "verify", "verify_bytes"]
 
@@ -13,35 +14,21 @@ _MAX_TOKENS = 16
 _BLOCK_CHANNELS = 256
 
 
-def explain_verify(
-    x: Tensor,
-    weight: Tensor,
-    conv_ring: Tensor,
-    out: Tensor,
-    max_verify_tokens: int,
-) -> str | None:
+def explain_verify(rows: Rows, taps: Taps, log: Log, batch: Batch) -> str | None:
     """Say why the Triton kernel cannot serve a verify call, or return None."""
-    reason = explain_tensors([("x", x), ("weight", weight), ("conv_ring", conv_ring), ("out", out)])
-    if reason is None and max_verify_tokens > _MAX_TOKENS:
-        reason = f"max_verify_tokens is {max_verify_tokens}, the kernel takes up to {_MAX_TOKENS}"
+    named = [("x", rows.x), ("weight", taps.weight), ("conv_ring", log.conv_ring)]
+    reason = explain_tensors([*named, ("out", rows.out)])
+    if reason is None and batch.max_rows > _MAX_TOKENS:
+        reason = f"max_verify_tokens is {batch.max_rows}, the kernel takes up to {_MAX_TOKENS}"
     return reason
 
 
-def verify(
-    x: Tensor,
-    weight: Tensor,
-    conv_ring: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    max_verify_tokens: int,
-    bias: Tensor | None,
-    activation: str | None,
-    out: Tensor,
-) -> None:
-    """Launch the verify kernel; arguments as `api.verify`."""
+def verify(rows: Rows, taps: Taps, log: Log, batch: Batch) -> None:
+    """Launch the verify kernel."""
     from hybridspec.ops.causal_conv1d.triton_verify import verify_kernel
 
+    (x, out), (weight, bias, activation), (conv_ring, seq_len) = rows, taps, log
+    cu_seqlens, slots, max_rows = batch
     num_requests, (num_channels, width) = slots.shape[0], weight.shape
     if num_requests == 0:
         out.zero_()
@@ -54,7 +41,7 @@ def verify(
             D=num_channels,
             RING=conv_ring.shape[1],
             WIDTH=width,
-            TOKENS=round_up_to_power_of_two(max_verify_tokens),
+            TOKENS=round_up_to_power_of_two(max_rows),
             BLOCK_D=block,
             IS_SILU=activation == "silu",
             num_warps=2,

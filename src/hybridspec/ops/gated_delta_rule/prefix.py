@@ -7,27 +7,34 @@ nothing, so the kernel has as many programs as the device holds, and they share 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from hybridspec.ops._backends import choose_backend
 from hybridspec.ops._checks import Dims, check, check_devices, check_dtype, check_option
-from hybridspec.ops._library import LIBRARY
-from hybridspec.ops._triton_support import round_up_to_power_of_two, triton_or_reference
+from hybridspec.ops._library import Written, kernel_or_reference, register
+from hybridspec.ops._triton_support import round_up_to_power_of_two
+from hybridspec.ops.gated_delta_rule.call import State
 from hybridspec.ops.gated_delta_rule.contracts import check_pools
+from hybridspec.ops.gated_delta_rule.cpu import compute_dtype
 from hybridspec.ops.gated_delta_rule.launch import choose_operands, explain_advance
 from hybridspec.ops.ring.contracts import check_marks
 from hybridspec.ops.ring.view import RingView
 
 __all__ = ["materialize_rows"]
 
-_SCHEMA = (
-    "gated_delta_rule_materialize_rows(Tensor(a!) state, Tensor ring_k, Tensor ring_u, "
-    "Tensor ring_cum_log_decay, Tensor slots, Tensor out_slots, Tensor ring_start, "
-    "Tensor num_rows, Tensor? active, Tensor? num_active, int max_window, int programs, "
-    "str backend) -> ()"
-)
-_backends = triton_or_reference(explain_advance)
+
+class Active(NamedTuple):
+    """Which requests are looked at.
+
+    Attributes:
+        requests: [B], negative ones are skipped; None: all.
+        number: how many of them, [1]; None: all.
+    """
+
+    requests: Tensor | None
+    number: Tensor | None
 
 
 def materialize_rows(
@@ -80,65 +87,64 @@ def materialize_rows(
     Source:
         README.md of this package.
     """
-    dims: Dims = {}
-    cursors = {
-        "slots": slots, "out_slots": out_slots, "ring_start": ring_start, "num_rows": num_rows
-    }  # fmt: skip
-    if active is not None:
-        cursors["active"] = active
-    check_marks(dims, **cursors)
-    if num_active is not None:
-        check("num_active", num_active, "1", dims)
-        check_dtype("num_active", num_active, torch.int32)
-    ring = _ring(ring_k, ring_u, ring_cum_log_decay, ring_start, max_window)
-    check_pools(state, ring, num_rows.shape[0])
-    check_devices(state=state, num_active=num_active, **cursors)
-    check_option("programs", programs, int, low=1)
-    torch.ops.hybridspec.gated_delta_rule_materialize_rows(
-        state, ring_k, ring_u, ring_cum_log_decay, slots, out_slots, ring_start, num_rows, active,
-        num_active, max_window, programs, backend,
-    )  # fmt: skip
-
-
-def _ring(k: Tensor, u: Tensor, cum: Tensor, ring_start: Tensor, max_window: int) -> RingView:
-    return RingView(
-        k=k,
-        u=u,
-        cum_log_decay=cum,
-        ring_start=ring_start,
-        history_len=ring_start,
-        max_window=max_window,
+    _materialize_rows(
+        State(state, None),
+        RingView(ring_k, ring_u, ring_cum_log_decay, ring_start, ring_start, max_window),
+        slots,
+        out_slots,
+        num_rows,
+        Active(active, num_active),
+        programs,
+        backend=backend,
     )
 
 
-def _materialize_rows(
-    state: Tensor, ring_k: Tensor, ring_u: Tensor, cum: Tensor, slots: Tensor, out_slots: Tensor,
-    ring_start: Tensor, num_rows: Tensor, active: Tensor | None, num_active: Tensor | None,
-    max_window: int, programs: int, backend: str,
-) -> None:  # fmt: skip
-    ring = _ring(ring_k, ring_u, cum, ring_start, max_window)
-    candidates = _backends(state)
-    chosen = choose_backend("gated_delta_rule.materialize_rows", backend, candidates, state, ring)
-    run = _launch if chosen == "triton" else _reference
-    run(state, ring, slots, out_slots, num_rows, active, num_active, programs)
+def _check(
+    state: State,
+    ring: RingView,
+    slots: Tensor,
+    out_slots: Tensor,
+    num_rows: Tensor,
+    active: Active,
+    programs: int,
+) -> None:
+    dims: Dims = {}
+    cursors = {
+        "slots": slots, "out_slots": out_slots, "ring_start": ring.history_len,
+        "num_rows": num_rows,
+    }  # fmt: skip
+    if active.requests is not None:
+        cursors["active"] = active.requests
+    check_marks(dims, **cursors)
+    if active.number is not None:
+        check("num_active", active.number, "1", dims)
+        check_dtype("num_active", active.number, torch.int32)
+    check_pools(state, ring, "B")
+    check_devices(state=state.values, num_active=active.number, **cursors)
+    check_option("programs", programs, int, low=1)
 
 
 def _reference(
-    state: Tensor, ring: RingView, slots: Tensor, out_slots: Tensor, num_rows: Tensor,
-    active: Tensor | None, num_active: Tensor | None, programs: int,
-) -> None:  # fmt: skip
+    state: Written[State],
+    ring: RingView,
+    slots: Tensor,
+    out_slots: Tensor,
+    num_rows: Tensor,
+    active: Active,
+    programs: int,
+) -> None:
     """Go through the requests one after the other."""
-    dtype = torch.float64 if state.dtype == torch.float64 else torch.float32
-    capacity, heads = ring.k.shape[2], state.shape[1]
-    requests = range(slots.shape[0]) if active is None else active.tolist()
-    for request in requests[: None if num_active is None else max(int(num_active), 0)]:
+    pool, dtype = state.values, compute_dtype(state.values)
+    capacity, heads = ring.k.shape[2], pool.shape[1]
+    requests = range(slots.shape[0]) if active.requests is None else active.requests.tolist()
+    for request in requests[: None if active.number is None else max(int(active.number), 0)]:
         if not 0 <= request < slots.shape[0]:
             continue
-        cursors = (part[request] for part in (slots, out_slots, num_rows, ring.ring_start))
+        cursors = (part[request] for part in (slots, out_slots, num_rows, ring.history_len))
         slot, out_slot, count, start = map(int, cursors)
         if min(slot, out_slot, count) < 0 or count > ring.max_window:
             continue
-        found = state[slot]
+        found = pool[slot]
         if count:
             rows = [(start + j) % capacity for j in range(count)]
             decay = ring.cum_log_decay[slot, :, rows].to(dtype)
@@ -146,8 +152,8 @@ def _reference(
             u = ring.u[slot, :, rows].to(dtype) * (decay[:, -1:] - decay).exp()[..., None]
             found = torch.baddbmm(
                 found.to(dtype) * decay[:, -1, None, None].exp(), u.mT, k
-            ).to(state.dtype)  # fmt: skip
-        state[out_slot] = found
+            ).to(pool.dtype)  # fmt: skip
+        pool[out_slot] = found
 
 
 def block_rows(value_dim: int, operand: torch.dtype) -> int:
@@ -156,28 +162,34 @@ def block_rows(value_dim: int, operand: torch.dtype) -> int:
 
 
 def _launch(
-    state: Tensor, ring: RingView, slots: Tensor, out_slots: Tensor, num_rows: Tensor,
-    active: Tensor | None, num_active: Tensor | None, programs: int,
-) -> None:  # fmt: skip
+    state: State,
+    ring: RingView,
+    slots: Tensor,
+    out_slots: Tensor,
+    num_rows: Tensor,
+    active: Active,
+    programs: int,
+) -> None:
     """Launch at most `programs` programs for each multiprocessor."""
     import triton.language as tl
 
     from hybridspec.ops.gated_delta_rule.triton_fold import advance_rows_kernel
 
-    num_requests, (_, value_heads, value_dim, key_dim) = slots.shape[0], state.shape
+    num_requests, pool = slots.shape[0], state.values
+    _, value_heads, value_dim, key_dim = pool.shape
     if num_requests == 0:
         return
-    operands = choose_operands(ring.k, state, ring)
+    operands = choose_operands(ring.k, pool, ring)
     block_v = block_rows(value_dim, operands.ring)
-    with torch.cuda.device_of(state):
+    with torch.cuda.device_of(pool):
         most = 3  # in Triton's interpreter: few, so that each has more than one item
-        if state.is_cuda:
-            most = torch.cuda.get_device_properties(state.device).multi_processor_count * programs
+        if pool.is_cuda:
+            most = torch.cuda.get_device_properties(pool.device).multi_processor_count * programs
         num_items = num_requests * value_heads * (value_dim // block_v)
         advance_rows_kernel[(min(num_items, most),)](
-            state, ring.k, ring.u, ring.cum_log_decay, slots, out_slots, ring.ring_start, num_rows,
-            active, num_active, num_requests,
-            state.stride()[:3], ring.k.stride()[:3], ring.u.stride()[:3],
+            pool, ring.k, ring.u, ring.cum_log_decay, slots, out_slots, ring.ring_start, num_rows,
+            *active, num_requests,
+            pool.stride()[:3], ring.k.stride()[:3], ring.u.stride()[:3],
             ring.cum_log_decay.stride()[:2],
             H=ring.k.shape[1],
             HV=value_heads,
@@ -195,8 +207,8 @@ def _launch(
         )  # fmt: skip
 
 
-LIBRARY.define(_SCHEMA)
-LIBRARY.impl("gated_delta_rule_materialize_rows", _materialize_rows, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "hybridspec::gated_delta_rule_materialize_rows", lambda *call: None, lib=LIBRARY
+_materialize_rows = register(
+    "gated_delta_rule.materialize_rows",
+    kernel_or_reference(explain_advance, _launch, _reference),
+    _check,
 )

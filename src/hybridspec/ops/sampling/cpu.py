@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._library import Written
 from .gumbel import gumbel_noise
 from .mass import TiledMass
 from .table import COUNT_MASK, SamplingTable, SamplingUses
@@ -17,7 +18,7 @@ __all__ = ["choose"]
 
 
 def choose(
-    logits: Tensor,
+    logits: Written[Tensor],
     slots: Tensor,
     offsets: Tensor,
     table: SamplingTable,
@@ -27,9 +28,11 @@ def choose(
     page_table: Tensor,
     mask: Tensor | None,
     uses: SamplingUses,
-    out: Tensor,
+    out: Written[Tensor],
 ) -> None:
     """Write the token of each row; see choose.py."""
+    if not logits.shape[0]:
+        return
     is_dead = slots < 0
     x = logits
     has_edits = uses.has_edits or mask is not None
