@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["gated_rms_norm", "gdn_gates", "l2_norm", "rms_norm"]
+__all__ = ["gdn_gates", "l2_norm", "rms_norm", "widened"]
 
 
 def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -18,61 +18,12 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS-normalise the last dimension, with a weight stored as its difference from one.
-
-    y = x / sqrt(mean(x^2) + eps) * (1 + weight)
-
-    Args:
-        x: [..., D], any float dtype; in.
-        weight: [D], any float dtype; in.
-        eps: added to the mean square.
-
-    Returns:
-        [..., D] in the dtype of `x`.
-
-    Raises:
-        RuntimeError: if the sizes differ.
-
-    Numerics:
-        fp32 (fp64 if `x` is), rounded once at the end.
-
-    Source:
-        RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), equation 4; the form of the weight is
-        that of the Qwen3-Next and Qwen3.5 checkpoints.
-    """
-    dtype = _wide_dtype(x)
-    y = F.rms_norm(widened(x, dtype), weight.shape, widened(weight, dtype) + 1.0, eps)
-    return widened(y, x.dtype)
-
-
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS-normalise the last dimension, weigh it, and multiply with silu(gate).
-
-    y = round(x / sqrt(mean(x^2) + eps)) * weight * silu(gate)
-
-    Args:
-        x: [..., D], any float dtype; in.
-        gate: [..., D], any float dtype; in.
-        weight: [D], any float dtype; in.
-        eps: added to the mean square.
-
-    Returns:
-        [..., D] in the dtype of `x`.
-
-    Raises:
-        RuntimeError: if the sizes differ.
-
-    Numerics:
-        fp32 (fp64 if `x` is). The normalised row is rounded to the dtype of `x` before it meets the
-        weight, and the result at the end, as the checkpoints' own modelling code does.
-
-    Source:
-        The output norm of Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), section 3.4.
-    """
-    dtype = _wide_dtype(x)
-    normed = widened(F.rms_norm(widened(x, dtype), weight.shape, None, eps), x.dtype) * weight
-    return widened(normed * F.silu(widened(gate, dtype)), x.dtype)
+def rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
+    """See `api.rms_norm` and, with a gate, `api.gated_rms_norm`."""
+    y = F.rms_norm(widened(x, weight.dtype), weight.shape[-1:], None, eps) * weight
+    if gate is not None:
+        y = y * F.silu(widened(gate, weight.dtype))
+    out.copy_(y)
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
