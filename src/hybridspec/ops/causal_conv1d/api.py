@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._backends import always, choose_backend
+from hybridspec.ops._backends import choose_backend
 from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride, check_option
 from hybridspec.ops._library import register
 from hybridspec.ops._triton_support import triton_or_reference
@@ -15,7 +15,7 @@ __all__ = ["prefill", "verify"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
-_PREFILL_BACKENDS = {"reference": always}
+_prefill_backends = triton_or_reference(launch.explain_prefill)
 _verify_backends = triton_or_reference(launch.explain_verify)
 _ARGUMENTS = (
     "(Tensor x, Tensor weight, Tensor(a!) conv_ring, Tensor seq_len, Tensor cu_seqlens, "
@@ -116,13 +116,14 @@ def prefill(
         bias: added before the activation, [D]; last stride 1; in.
         activation: "silu" or None.
         out: where to write, [N, D], dtype of x; last stride 1; out.
-        backend: "auto" or "reference".
+        backend: "auto", "triton" or "reference".
 
     Returns:
         [N, D] in the dtype of `x`; zeros in rows that belong to no slot.
 
     Raises:
         TypeError: for a dtype or an option of a kind that is not supported.
+        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
         ValueError: for a wrong shape, stride, ring capacity, activation or backend, or (reference)
             more rows in a request than `max_seqlen`.
 
@@ -233,9 +234,13 @@ def _verify(x: Tensor, weight: Tensor, conv_ring: Tensor, *args) -> None:
         reference.verify(*tensors, *rest)
 
 
-def _prefill(x: Tensor, *args) -> None:
-    choose_backend("causal_conv1d.prefill", args[-1], _PREFILL_BACKENDS)
-    reference.prefill(x, *args[:-1])
+def _prefill(x: Tensor, weight: Tensor, conv_ring: Tensor, *args) -> None:
+    *rest, backend = args
+    name, tensors = "causal_conv1d.prefill", (x, weight, conv_ring)
+    if choose_backend(name, backend, _prefill_backends(x), *tensors, rest[-1], rest[3]) == "triton":
+        launch.prefill(*tensors, *rest)
+    else:
+        reference.prefill(*tensors, *rest)
 
 
 _verify_op = register(f"causal_conv1d_verify{_ARGUMENTS}", _verify)
