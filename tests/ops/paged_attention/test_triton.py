@@ -21,6 +21,10 @@ def test_interpreted_kernels_equal_the_loop() -> None:
     run_interpreted(HERE / "interpreted.py")
 
 
+def test_the_interpreted_kernel_of_prompts_equals_the_loop() -> None:
+    run_interpreted(HERE / "interpreted_prefill.py")
+
+
 @pytest.mark.parametrize(
     "capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 89, 100))]
 )
@@ -29,6 +33,7 @@ def test_compiled_kernels_fit(capability: int) -> None:
     assert {report["kernel"].rpartition(".")[2] for report in reports} == {
         "split_kernel",
         "finish_kernel",
+        "prefill_kernel",
     }
     limit = {80: 163, 89: 99}.get(capability, 227) * 1024
     for report in reports:

@@ -9,15 +9,19 @@ from hybridspec.errors import UnsupportedError
 from hybridspec.ops._backends import Supports, always, choose_backend
 from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride, check_option
 from hybridspec.ops._library import register
-from hybridspec.ops.paged_attention import fa3, launch, reference
+from hybridspec.ops.paged_attention import fa3, launch, launch_prefill, reference
 
 __all__ = ["prefill", "prefill_backends", "verify", "verify_backends"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
-_PREFILL_BACKENDS: dict[str, Supports] = {"fa3": fa3.explain, "reference": always}
-_PREFILL_BACKENDS_ON_CPU: dict[str, Supports] = {"reference": always, "fa3": fa3.explain}
-_PREFILL = {"fa3": fa3.verify, "reference": reference.prefill}
+_PREFILL_BACKENDS: dict[str, Supports] = {
+    "fa3": fa3.explain,
+    "triton": launch_prefill.explain,
+    "reference": always,
+}
+_PREFILL_BACKENDS_ON_CPU: dict[str, Supports] = {"reference": always, **_PREFILL_BACKENDS}
+_PREFILL = {"fa3": fa3.verify, "triton": launch_prefill.prefill, "reference": reference.prefill}
 # In order of preference; measured in benchmarks/attention_verify.py.
 _VERIFY_BACKENDS: dict[str, Supports] = {
     "triton": launch.explain_verify,
@@ -142,7 +146,7 @@ def prefill(
         max_seqlen: most rows of one request.
         scale: factor of the scores; None is D ** -0.5.
         out: where to write, [N, Hq, D], dtype of q; out.
-        backend: "auto", "fa3" or "reference". "fa3" multiplies stored values behind a
+        backend: "auto", "fa3", "triton" or "reference". "fa3" multiplies stored values behind a
             request's last position with zero, so they have to be finite.
 
     Returns:
