@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridspec.ops.gated_delta_rule import decide_folds
+from hybridspec.ops.ring import decide_folds
 from measured_commit import measured_commit
 
 REQUESTS, WINDOW, RING = 256, 16, 32

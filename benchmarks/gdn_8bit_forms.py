@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridspec.ops import gated_delta_rule
-from hybridspec.ops.gated_delta_rule import RingView
+from hybridspec.ops import ring as ring_ops
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE, quantise, widen
+from hybridspec.ops.ring import RingView
 from measured_commit import measured_commit
 
 REQUESTS, HEADS, WINDOW = 2, 8, 16
@@ -190,14 +191,14 @@ class ThroughVerify:
             rows = [part.bfloat16() for part in rows]
         slots = torch.arange(REQUESTS, dtype=torch.int32)
         verified, is_fold = torch.full_like(slots, size), slots.to(torch.int8)
-        gated_delta_rule.decide_folds(ring.history_len, slots, verified, is_fold, max_window=WINDOW)
+        ring_ops.decide_folds(ring.history_len, slots, verified, is_fold, max_window=WINDOW)
         out = gated_delta_rule.verify(
             *(part.flatten(0, 1) for part in rows), self.A_log, torch.zeros(HEADS), self.state,
             ring, size * torch.arange(REQUESTS + 1, dtype=torch.int32), slots,
             max_verify_tokens=size, is_fold=is_fold, scale=1.0, beta_scale=self.beta_scale,
             state_scale=self.scale,
         )  # fmt: skip
-        gated_delta_rule.commit(
+        ring_ops.commit(
             self.seq_len, ring.ring_start, ring.history_len, slots, is_fold, verified, count,
             ring_capacity=32,
         )  # fmt: skip

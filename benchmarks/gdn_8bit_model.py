@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from hybridspec.bundled import bundled_model_path
 from hybridspec.models import load_model
 from hybridspec.models.hybrid import HybridModel
-from hybridspec.ops import gated_delta_rule
-from hybridspec.runtime.pools import Pools
-from hybridspec.runtime.step import Step
+from hybridspec.ops import ring as ring_ops
+from hybridspec.ops.verify_plan import Step
+from hybridspec.runtime import MemoryOptions, Pools
 from measured_commit import measured_commit
 
 DTYPES = ("float32", "bfloat16", "int8")
@@ -49,14 +49,13 @@ class Decoder:
     def __init__(self, model: HybridModel, state_dtype: str, num_slots: int) -> None:
         pages = -(-(WINDOW + SIZE) // PAGE)
         self.model = model
+        options = MemoryOptions(dtype=model.dtype, state_dtype=getattr(torch, state_dtype))
         self.pools = Pools(
-            model.config.pool_geometry(has_mtp=False),
+            model.memory_specs(options, has_head=False),
             num_slots=num_slots,
             num_pages=num_slots * pages,
             page_size=PAGE,
             max_pages_per_slot=pages,
-            dtype=model.dtype,
-            state_dtype=getattr(torch, state_dtype),
             device=model.device,
         )
         table = torch.arange(num_slots * pages, dtype=torch.int32)
@@ -66,30 +65,25 @@ class Decoder:
     def step(self, rows: dict[int, list[int]], num_committed: list[int]) -> torch.Tensor:
         """Feed the rows of some slots, commit the first of each; return logits of all rows."""
         pools = self.pools
-        slots = torch.tensor(list(rows), dtype=torch.int32)
-        counts = torch.tensor([len(tokens) for tokens in rows.values()], dtype=torch.int32)
-        is_fold = torch.zeros(len(rows), dtype=torch.int8)
-        gated_delta_rule.decide_folds(
-            pools.history_len, slots, counts, is_fold, max_window=pools.geometry.max_window
-        )
-        self.num_folds += int(is_fold.sum())
-        starts = pools.seq_len[slots.long()].tolist()
-        positions = [s + t for s, n in zip(starts, counts.tolist(), strict=True) for t in range(n)]
-        step = Step(
-            cu_seqlens=F.pad(counts.cumsum(0), (1, 0)).int(),
-            slots=slots,
-            positions=torch.tensor(positions),
-            seq_len=pools.seq_len,
-            max_rows=int(counts.max()),
+        options = pools.specs.options
+        slots = list(rows)
+        step = Step.of_rows(
+            slots,
+            [len(tokens) for tokens in rows.values()],
+            pools.seq_len[slots].tolist(),
+            torch.tensor([token for row in rows.values() for token in row]),
             is_prefill=False,
-            is_fold=is_fold,
         )
-        tokens = torch.tensor([token for row in rows.values() for token in row])
-        logits = self.model.logits(self.model.forward(tokens, step, pools))
-        gated_delta_rule.commit(
-            pools.seq_len, pools.ring_start, pools.history_len, slots, is_fold, counts,
-            torch.tensor(num_committed, dtype=torch.int32),
-            ring_capacity=pools.geometry.ring_capacity,
+        ring_ops.decide_folds(
+            pools.history_len, step.slots, step.num_verify_tokens, step.is_fold,
+            max_window=options.max_window,
+        )  # fmt: skip
+        self.num_folds += int(step.is_fold.sum())
+        logits = self.model.logits(self.model.forward(step, pools.memories))
+        ring_ops.commit(
+            pools.seq_len, pools.ring_start, pools.history_len, step.slots, step.is_fold,
+            step.num_verify_tokens, torch.tensor(num_committed, dtype=torch.int32),
+            ring_capacity=options.ring_capacity,
         )  # fmt: skip
         return logits
 

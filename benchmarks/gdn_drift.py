@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from gdn_verify import MODES
 from harness import environment
 from hybridspec.ops import gated_delta_rule
-from hybridspec.ops.gated_delta_rule import RingView
+from hybridspec.ops import ring as ring_ops
+from hybridspec.ops.ring import RingView
 
 REQUESTS, HEADS, VALUE_HEADS, DIM, SIZE = 16, 2, 8, 128, 4
 DRIFTING = [mode for mode in MODES if mode != "int8_state"]  # see gdn_8bit_forms.py
@@ -81,7 +82,7 @@ class Mode:
         """Verify four rows of each request and commit count[b] of them."""
         ring = self.ring
         self.verified.fill_(SIZE)
-        gated_delta_rule.decide_folds(
+        ring_ops.decide_folds(
             ring.history_len, self.slots, self.verified, self.is_fold, max_window=16
         )
         self.num_folds += self.is_fold.sum()
@@ -90,7 +91,7 @@ class Mode:
             self.state, ring, self.bounds, self.slots, max_verify_tokens=SIZE,
             is_fold=self.is_fold,
         )  # fmt: skip
-        gated_delta_rule.commit(
+        ring_ops.commit(
             self.seq_len, ring.ring_start, ring.history_len, self.slots, self.is_fold,
             self.verified, count, ring_capacity=32,
         )  # fmt: skip

@@ -22,7 +22,8 @@ from torch import Tensor
 from fold_rules import PATTERNS, REQUESTS, RING, WINDOW
 from harness import Variant, environment, read_pool, time_interleaved
 from hybridspec.ops import gated_delta_rule
-from hybridspec.ops.gated_delta_rule import RingView
+from hybridspec.ops import ring as ring_ops
+from hybridspec.ops.ring import RingView
 
 DEVICE = "cuda"
 HEADS, VALUE_HEADS, HEAD_DIM, ROWS, NUM_VALUES = 16, 64, 128, 4, 8
@@ -84,7 +85,7 @@ class Layer:
 
     def decide(self, *, is_staggered: bool) -> None:
         self.num_rows.fill_(ROWS)
-        gated_delta_rule.decide_folds(
+        ring_ops.decide_folds(
             self.ring.history_len, self.slots, self.num_rows, self.is_fold, max_window=WINDOW,
             ring_start=self.ring.ring_start if is_staggered else None,
         )  # fmt: skip
@@ -96,7 +97,7 @@ class Layer:
         )  # fmt: skip
 
     def commit(self) -> None:
-        gated_delta_rule.commit(
+        ring_ops.commit(
             *self.cursors, self.slots, self.is_fold, self.num_rows, self.num_committed,
             ring_capacity=RING,
         )  # fmt: skip

@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from harness import BEST_READ_RATE, Variant, environment, read_pool, time_interleaved
 from hybridspec.compat import flashinfer as compat
 from hybridspec.ops import gated_delta_rule
-from hybridspec.ops.gated_delta_rule import RingView
+from hybridspec.ops import ring as ring_ops
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE, quantise, widen
 from hybridspec.ops.gated_delta_rule.launch import verify_bytes
+from hybridspec.ops.ring import RingView
 
 BF16, F16, F32, I8 = torch.bfloat16, torch.float16, torch.float32, torch.int8
 # name: activations, state, ring
@@ -124,9 +125,7 @@ class Call:
         self.verified = torch.tensor(self.lengths, dtype=torch.int32, device="cuda")
         self.marks = torch.zeros(batch, dtype=torch.int8, device="cuda")
         self.is_fold = self.marks.clone()
-        gated_delta_rule.decide_folds(
-            self.cursors[1], self.slots, self.verified, self.marks, max_window=16
-        )
+        ring_ops.decide_folds(self.cursors[1], self.slots, self.verified, self.marks, max_window=16)
         assert int(self.marks.sum()) == num_folds, "the benchmark does not fold as it says"
         self.num_committed = torch.ones(batch, dtype=torch.int32, device="cuda")
         self.seq_len = torch.zeros(slots, dtype=torch.int32, device="cuda")
@@ -163,7 +162,7 @@ class Call:
 
     def verify_and_commit(self) -> None:
         self.verify()
-        gated_delta_rule.commit(
+        ring_ops.commit(
             self.seq_len, *self.cursors, self.slots, self.is_fold, self.verified,
             self.num_committed, ring_capacity=CAPACITY,
         )  # fmt: skip

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from hybridspec.compat import lightllm
-from hybridspec.ops.verify_plan import VerifyPlan, launch, reference
+from hybridspec.ops.verify_plan import Step, launch, reference
 from measured_commit import measured_commit
 from spread import median_and_fifths
 
@@ -57,7 +57,7 @@ def new_call(
     plans, steps = [], (reference.plan_step, launch.plan_step)
     for step, device in zip(steps, ("cpu", "cuda"), strict=True):
         case = new_case(num_requests, num_drafts, kind, device)
-        plan = VerifyPlan.create(
+        plan = Step.create(
             max_requests=num_requests, max_rows=num_rows, max_drafts=num_drafts, device=device
         )
         options = {} if step is reference.plan_step else {"config": config}
@@ -69,7 +69,7 @@ def new_call(
         call()
         plans.append(plan)
     for name, expected, found in zip(
-        VerifyPlan.__slots__, plans[0].tensors()[:-1], plans[1].tensors(), strict=False
+        Step.__slots__, plans[0].tensors()[:-1], plans[1].tensors(), strict=False
     ):
         assert torch.equal(expected, found.cpu()), f"{name} differs from the reference"
     return call

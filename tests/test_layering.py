@@ -18,6 +18,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 RANKS = {
     "errors": 0,
     "bundled": 0,
+    "values": 0,
     "config": 1,
     "ops": 2,
     "runtime": 3,
@@ -29,7 +30,7 @@ RANKS = {
 }
 ONLY = {"compat": {"errors", "ops"}, "ops": {"errors", "ops"}}
 THIRD_PARTY = {
-    "torch": set(RANKS) - {"errors", "config", "bundled"} | {"compat"},
+    "torch": set(RANKS) - {"errors", "config", "bundled", "values"} | {"compat"},
     "triton": {"ops"},
     "numpy": set(),
     "transformers": set(),

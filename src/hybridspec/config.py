@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hybridspec.errors import UnsupportedError
+from hybridspec.values import flag, integer, listed, number, optional_integer, optional_text, shown
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -25,6 +23,7 @@ __all__ = [
 ]
 
 MAX_DRAFT_TOKENS = 7  # a verify step takes at most 8 rows of a request
+MAX_NUM_SEQS = 256
 MAX_CONTINUATIONS = 1 << 16  # so that a slip of the keyboard does not fill the memory
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 STATE_DTYPES = (*DTYPES, "int8")
@@ -36,56 +35,7 @@ NOT_ACTED_ON_YET = frozenset(
         "allowed_token_ids",
     }
 )
-_MAX_SHOWN = 80  # characters of a value in a message
 ATTENTION_BACKENDS = ("auto", "triton", "fa3", "reference")
-
-
-def _shown(value: Any) -> str:
-    """Return a value as a message shows it: never longer than a line."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no integer of more than some thousand digits
-        return "a number of thousands of digits"
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return what counts as an integer, NumPy's too, as a plain one."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an integer, got {_shown(value)}")
-    if number < low or (high is not None and number > high):
-        bound = f"at least {low}" if high is None else f"in {low}..{high}"
-        raise ValueError(f"{name}: expected an integer {bound}, got {_shown(value)}")
-    return number
-
-
-def _optional_integer(name: str, value: Any, low: int, high: int | None = None) -> int | None:
-    return None if value is None else _integer(name, value, low, high)
-
-
-def _number(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> float:
-    """Return a real number, NumPy's too, as a float."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: expected a number, got {_shown(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not low <= number <= high or (above_low and number == low):
-        opening = "(" if above_low else "["
-        raise ValueError(
-            f"{name}: expected a number in {opening}{low:g}, {high:g}], got {_shown(value)}"
-        )
-    return number
-
-
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected a bool, got {_shown(value)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,27 +115,27 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
-            "temperature": _number("temperature", self.temperature, 0.0, 1e6),
-            "top_k": max(_integer("top_k", self.top_k, -1, 2**31 - 1), 0),
-            "top_p": _number("top_p", self.top_p, 0.0, 1.0, above_low=True),
-            "min_p": _number("min_p", self.min_p, 0.0, 1.0),
-            "seed": _optional_integer("seed", self.seed, 0, 2**63 - 1),
-            "max_tokens": _optional_integer("max_tokens", self.max_tokens, 1),
-            "min_tokens": _integer("min_tokens", self.min_tokens, 0),
+            "temperature": number("temperature", self.temperature, 0.0, 1e6),
+            "top_k": max(integer("top_k", self.top_k, -1, 2**31 - 1), 0),
+            "top_p": number("top_p", self.top_p, 0.0, 1.0, above_low=True),
+            "min_p": number("min_p", self.min_p, 0.0, 1.0),
+            "seed": optional_integer("seed", self.seed, 0, 2**63 - 1),
+            "max_tokens": optional_integer("max_tokens", self.max_tokens, 1),
+            "min_tokens": integer("min_tokens", self.min_tokens, 0),
             "stop": _stop_strings(self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
-            "n": _integer("n", self.n, 1, MAX_CONTINUATIONS),
-            "repetition_penalty": _number(
+            "n": integer("n", self.n, 1, MAX_CONTINUATIONS),
+            "repetition_penalty": number(
                 "repetition_penalty", self.repetition_penalty, 0.0, 100.0, above_low=True
             ),
-            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            "presence_penalty": _number("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "frequency_penalty": number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "presence_penalty": number("presence_penalty", self.presence_penalty, -2.0, 2.0),
             "logit_bias": _bias(self.logit_bias),
             "bad_words": _words(self.bad_words),
             "allowed_token_ids": _allowed(self.allowed_token_ids),
-            "logprobs": _optional_integer("logprobs", self.logprobs, -1),
-            "prompt_logprobs": _optional_integer("prompt_logprobs", self.prompt_logprobs, -1),
-            "draft_tokens": _optional_integer(
+            "logprobs": optional_integer("logprobs", self.logprobs, -1),
+            "prompt_logprobs": optional_integer("prompt_logprobs", self.prompt_logprobs, -1),
+            "draft_tokens": optional_integer(
                 "draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS
             ),
             "truncate_prompt_tokens": _truncation(self.truncate_prompt_tokens),
@@ -195,13 +145,13 @@ class SamplingParams:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(field.default, bool):
-                _flag(field.name, value)
+                flag(field.name, value)
             if field.name in NOT_ACTED_ON_YET and value != field.default:
-                raise UnsupportedError(f"{field.name}: not implemented, got {_shown(value)}")
+                raise UnsupportedError(f"{field.name}: not implemented, got {shown(value)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens: expected at most max_tokens ({self.max_tokens}), "
-                f"got {_shown(self.min_tokens)}"
+                f"got {shown(self.min_tokens)}"
             )
 
     def __hash__(self) -> int:
@@ -214,17 +164,8 @@ class SamplingParams:
         return replace(self)
 
 
-def _listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
-    """Return a list as a tuple, an empty one for None."""
-    if value is None:
-        return ()
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise TypeError(f"{name}: expected a list of {what}, got {_shown(value)}")
-    return tuple(value)
-
-
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    return tuple(_integer(name, token, 0) for token in _listed(name, value, "token ids"))
+    return tuple(integer(name, token, 0) for token in listed(name, value, "token ids"))
 
 
 def _allowed(value: Any) -> tuple[int, ...] | None:
@@ -237,16 +178,16 @@ def _allowed(value: Any) -> tuple[int, ...] | None:
 
 
 def _truncation(value: Any) -> int | None:
-    number = _optional_integer("truncate_prompt_tokens", value, -1)
-    if number == 0:
+    count = optional_integer("truncate_prompt_tokens", value, -1)
+    if count == 0:
         raise ValueError("truncate_prompt_tokens: expected 1 or more, or -1, got 0")
-    return number
+    return count
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else _listed("stop", stop, "texts")
+    strings = (stop,) if isinstance(stop, str) else listed("stop", stop, "texts")
     if not all(isinstance(text, str) and text for text in strings):
-        raise ValueError(f"stop: expected non-empty strings, got {_shown(stop)}")
+        raise ValueError(f"stop: expected non-empty strings, got {shown(stop)}")
     return strings
 
 
@@ -254,11 +195,9 @@ def _bias(bias: Any) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise TypeError(
-            f"logit_bias: expected a dict from token ids to numbers, got {_shown(bias)}"
-        )
+        raise TypeError(f"logit_bias: expected a dict from token ids to numbers, got {shown(bias)}")
     return {
-        _integer("logit_bias", token, 0): _number("logit_bias", value, -100.0, 100.0)
+        integer("logit_bias", token, 0): number("logit_bias", value, -100.0, 100.0)
         for token, value in bias.items()
     } or None
 
@@ -268,7 +207,7 @@ def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
         return ()
     if isinstance(words, str) or not isinstance(words, Sequence):
         raise TypeError(
-            f"bad_words: expected a list of texts or of token id lists, got {_shown(words)}"
+            f"bad_words: expected a list of texts or of token id lists, got {shown(words)}"
         )
     checked: list[str | tuple[int, ...]] = []
     for word in words:
@@ -277,10 +216,10 @@ def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
         elif isinstance(word, Iterable) and not isinstance(word, bytes):
             checked.append(_token_ids("bad_words", word))
         else:
-            raise TypeError(f"bad_words: expected texts or lists of token ids, got {_shown(word)}")
+            raise TypeError(f"bad_words: expected texts or lists of token ids, got {shown(word)}")
     if not all(checked):
         raise ValueError(
-            f"bad_words: expected texts and lists that are not empty, got {_shown(words)}"
+            f"bad_words: expected texts and lists that are not empty, got {shown(words)}"
         )
     return tuple(checked)
 
@@ -307,8 +246,15 @@ class EngineConfig:
         kv_layout: "paged" hands keys and values out in pages as requests need them; "contiguous"
             gives each slot one page of max_model_len tokens, as FlashAttention-3 wants it.
         attention_backend: what attends in verify steps: "auto", "triton", "fa3" or "reference".
-        threads: torch's CPU threads during a step; None is 1 for models of small matrices, which
-            more threads slow down, and torch's own number for others.
+        threads: torch's CPU threads during a step, at most one for each core; None is 1 for models
+            of small matrices, which more threads slow down, and torch's own number for others.
+        max_num_seqs: most requests that run at the same time; None is 64 on a CPU, 256 on a GPU.
+        max_num_batched_tokens: most prompt rows of a forward pass, over all requests.
+        enforce_eager: whether to run without CUDA graphs, as every engine does now.
+        revision: of a model on the hub: branch, tag or commit.
+        tokenizer: model to take tokenizer and chat template from, in place of the model's own.
+        seed: where the seeds of requests that name none come from; the same requests in the same
+            order then give the same tokens. None draws them.
     """
 
     draft_tokens: int = 3
@@ -324,16 +270,27 @@ class EngineConfig:
     kv_layout: str = "paged"
     attention_backend: str = "auto"
     threads: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 2048
+    enforce_eager: bool = False
+    revision: str | None = None
+    tokenizer: str | None = None
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
-            "draft_tokens": _integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS),
-            "verify_rows": _optional_integer("verify_rows", self.verify_rows, 1),
-            "max_model_len": _optional_integer("max_model_len", self.max_model_len, 2),
-            "memory_fraction": _number(
+            "draft_tokens": integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS),
+            "verify_rows": optional_integer("verify_rows", self.verify_rows, 1),
+            "max_model_len": optional_integer("max_model_len", self.max_model_len, 2),
+            "memory_fraction": number(
                 "memory_fraction", self.memory_fraction, 0.0, 1.0, above_low=True
             ),
-            "threads": _optional_integer("threads", self.threads, 1, 1024),
+            "threads": optional_integer("threads", self.threads, 1, 1024),
+            "max_num_seqs": optional_integer("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS),
+            "max_num_batched_tokens": integer(
+                "max_num_batched_tokens", self.max_num_batched_tokens, 1
+            ),
+            "seed": optional_integer("seed", self.seed, 0, 2**63 - 1),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -347,23 +304,22 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(
-                    f"{name}: expected one of {', '.join(allowed)}, got {_shown(value)}"
+                    f"{name}: expected one of {', '.join(allowed)}, got {shown(value)}"
                 )
-        _flag("dummy_weights", self.dummy_weights)
+        flag("dummy_weights", self.dummy_weights)
+        flag("enforce_eager", self.enforce_eager)
+        for name in ("mtp_from", "revision", "tokenizer"):
+            optional_text(name, getattr(self, name))
         self._check_mtp_from()
         is_text = isinstance(self.device, str)
         if not is_text or not re.fullmatch("auto|cpu|cuda(:[0-9]{1,4})?", self.device):
             raise ValueError(
-                f'device: expected "auto", "cpu", "cuda" or "cuda:N", got {_shown(self.device)}'
+                f'device: expected "auto", "cpu", "cuda" or "cuda:N", got {shown(self.device)}'
             )
 
     def _check_mtp_from(self) -> None:
         if self.mtp_from is None:
             return
-        if not isinstance(self.mtp_from, str):
-            raise TypeError(f"mtp_from: expected a text, got {_shown(self.mtp_from)}")
-        if not self.mtp_from:
-            raise ValueError("mtp_from: expected a folder or an id, got an empty text")
         if self.drafter not in ("auto", "mtp"):
             raise ValueError(f"mtp_from: expected drafter 'mtp' with it, got {self.drafter!r}")
         if self.dummy_weights:

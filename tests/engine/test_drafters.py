@@ -81,7 +81,7 @@ def test_drafts_are_those_of_a_fresh_prefill(base: Path, temperature: float) -> 
         if request.finish_reason or request.max_useful_drafts < 3:
             continue
         twin = fresh.make_request(request.history.tolist()[:-1], params)
-        fresh.add(twin)
+        fresh.scheduler.add(twin)
         with torch.inference_mode():
             fresh.scheduler.admit()
             fresh.runner.prefill(fresh.scheduler.prefill_chunks())
@@ -145,8 +145,8 @@ def test_which_drafter(
         llm = LLM(folder, drafter=asked, draft_tokens=k, device="cpu")
     assert llm.config.drafter == used
     assert llm.config.draft_tokens == (0 if used == "none" else k)
-    # One attention layer, and the head's own only where the head drafts.
-    assert llm.describe().kv_bytes_per_token == (2 if used == "mtp" else 1) * 2 * 2 * 32 * 4
+    # One attention layer, and the head's own only where the head drafts; 4 bytes are the id.
+    assert llm.describe().kv_bytes_per_token == (2 if used == "mtp" else 1) * 2 * 2 * 32 * 4 + 4
     is_told = not has_head and asked == "auto" and k > 0
     assert ("no MTP head" in caplog.text and "--mtp-from" in caplog.text) == is_told
     assert (f"drafter: {used}" in caplog.text) == (used != "none")

@@ -143,8 +143,7 @@ def test_chunked_prefill(
     tiny: TinyCheckpoint, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler_module, "PREFILL_CHUNK", 6)
-    monkeypatch.setattr(scheduler_module, "PREFILL_BUDGET", 13)
-    llm = LLM(tiny.folder, draft_tokens=3, device="cpu")
+    llm = LLM(tiny.folder, draft_tokens=3, device="cpu", max_num_batched_tokens=13)
     results = llm.generate(prompt_token_ids=make_prompts(12), sampling_params=make_params(12))
     assert tokens_of(results) == plain
 

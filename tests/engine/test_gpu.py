@@ -11,6 +11,7 @@ import torch
 from hybridspec import LLM, SamplingParams
 from hybridspec.bundled import held_out_prompts
 from hybridspec.ops.paged_attention import fa3
+from hybridspec.runtime import KvMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -97,7 +98,7 @@ def test_nothing_is_read_that_others_left(layout: str, backend: str) -> None:
     clean = tokens(LLM("bundled", **options), GREEDY)
     llm = LLM("bundled", **options)
     with torch.inference_mode():
-        for pool in llm._engine.pools.kv:
+        for pool in llm._engine.pools.of_kind(KvMemory):
             pool.k_pages.fill_(torch.nan)
             pool.v_pages.fill_(torch.nan)
     assert tokens(llm, GREEDY) == clean

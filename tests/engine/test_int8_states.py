@@ -15,6 +15,7 @@ from hybridspec import LLM, SamplingParams
 from hybridspec.bundled import bundled_model_path, held_out_prompts
 from hybridspec.errors import UnsupportedError
 from hybridspec.models import load_model
+from hybridspec.runtime import GdnMemory
 
 
 def test_off_by_default_and_counted_where_asked_for() -> None:
@@ -47,7 +48,7 @@ def test_a_used_slot_is_as_good_as_a_fresh_one(draft_tokens: int) -> None:
         llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in (one, other, one)
     )
     assert first == again != between
-    assert llm._engine.pools.gdn[0].state.dtype == torch.int8
+    assert llm._engine.pools.of_kind(GdnMemory)[0].state.dtype == torch.int8
 
 
 def test_held_out_bits_per_byte_stay() -> None:

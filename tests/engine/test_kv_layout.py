@@ -18,6 +18,7 @@ from hybridspec.engine import memory
 from hybridspec.engine import scheduler as scheduler_module
 from hybridspec.models import HybridModel, load_model
 from hybridspec.ops.paged_attention import fa3
+from hybridspec.runtime import KvMemory, MemoryOptions
 
 LAYOUTS = ("paged", "contiguous")
 
@@ -118,10 +119,10 @@ def test_a_slot_does_not_see_what_was_left_in_its_cache(
         llm = LLM(tiny.folder, device="cpu", kv_layout="contiguous", attention_backend=backend)
         allocator, pools = llm._engine.allocator, llm._engine.pools
         pools.grow_pages(3)
-        for pool in pools.kv:
+        for pool in pools.of_kind(KvMemory):
             pool.v_pages.fill_(torch.nan)
         page = int(pools.page_table[allocator.acquire(5), 0])
-        for pool in pools.kv:
+        for pool in pools.of_kind(KvMemory):
             clean = pool.v_pages.eq(0).flatten(1).all(1)
             assert clean.tolist() == [backend == "fa3" and p == page for p in range(3)]
 
@@ -186,8 +187,8 @@ def test_slots_and_pages_fit_the_memory(
 ) -> None:
     for layout in LAYOUTS:
         plan = plan_on_gpu(model, monkeypatch, free=free, kv_layout=layout, max_model_len=300)
-        slot = memory.request_bytes(plan.geometry, torch.bfloat16, torch.float32)
-        page = plan.page_size * plan.geometry.kv_bytes_per_token(torch.bfloat16)
+        slot = plan.specs.request_bytes()
+        page = plan.page_size * plan.specs.token_bytes()
         used = plan.num_slots * slot + plan.num_pages * page
         assert used <= free and plan.num_slots >= 1
         if layout == "paged":
@@ -195,7 +196,7 @@ def test_slots_and_pages_fit_the_memory(
             continue
         assert (plan.page_size, plan.max_pages_per_slot) == (300, 1)
         assert plan.num_slots == plan.num_pages
-        assert used + slot + page > free or plan.num_slots == memory.GPU_MAX_SLOTS
+        assert used + slot + page > free or plan.num_slots == 256
 
 
 def test_contexts_that_do_not_fit(
@@ -206,9 +207,8 @@ def test_contexts_that_do_not_fit(
         r"max_model_len: with kv_layout 'contiguous' a request takes the memory of 512 tokens, "
         r"\d+ MiB, and there are 0 MiB; lower max_model_len, or take kv_layout 'paged'"
     )
-    slot = memory.request_bytes(
-        model.config.pool_geometry(has_mtp=True), torch.bfloat16, torch.float32
-    )
+    options = MemoryOptions(dtype=torch.bfloat16, state_dtype=torch.float32)
+    slot = model.memory_specs(options).request_bytes()
     free = slot + (1 << 17)
     with pytest.raises(CapacityError, match=text):
         plan_on_gpu(model, monkeypatch, free=free, kv_layout="contiguous")

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from helpers.ascii_tokenizer import END, text_of, write_ascii_tokenizer
+from helpers.chat_templates import add_chat_files
 from helpers.tiny_checkpoints import build_tiny_checkpoint
 from hybridspec import LLM, CapacityError, CheckpointError, SamplingParams, UnsupportedError
+from hybridspec.engine import memory
 from hybridspec.engine.outputs import RequestStats
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -243,8 +245,8 @@ def test_describe(llm: LLM) -> None:
     # ring: (2 x 16 + 4 x 16) numbers and 4 decays per row; conv ring: 16 rows x 128 channels
     assert info.request_bytes["GDN ring"] == 3 * 32 * ((32 + 64) * 4 + 4 * 4)
     assert info.request_bytes["conv ring"] == 3 * 16 * 128 * 4
-    # one attention layer and the draft head's
-    assert info.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4
+    # one attention layer and the draft head's, and the token itself
+    assert info.kv_bytes_per_token == 2 * 2 * 2 * 32 * 4 + 4
     assert info.num_requests_fit >= 1
     assert info.config.dtype == "float32" and info.config.device == "cpu"
     assert info.has_mtp and set(info.backends) >= {"gated_delta_rule", "paged_attention"}
@@ -259,11 +261,17 @@ def test_acceptance_by_position() -> None:
     assert RequestStats().acceptance_by_position() == []
 
 
-@pytest.mark.parametrize(("asked", "expected"), [(None, 1), (2, 2)])
+@pytest.mark.parametrize(("asked", "expected"), [(None, 1), (2, 2), (1024, 2)])
 def test_threads_of_a_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, expected: int
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: int | None,
+    expected: int,
 ) -> None:
-    """Small models run on one thread, and torch's number is put back after each step."""
+    """Small models run on one thread, none on more than there are cores; torch's number is put back
+    after each step."""
+    monkeypatch.setattr(memory, "num_cores", lambda: 2)
     llm = LLM(folder, device="cpu", threads=asked)
     seen = set()
     forward = type(llm._engine.model).forward
@@ -282,3 +290,79 @@ def test_threads_of_a_step(
         torch.set_num_threads(outside)
     assert seen == {expected}
     assert llm.config.threads == expected
+    warned = [text for text in caplog.messages if text.startswith("threads: ")]
+    assert warned == (["threads: 1024 on 2 cores, taking 2"] if asked == 1024 else [])
+
+
+def test_options_by_other_names(folder: Path) -> None:
+    llm = LLM(folder, device="cpu", gpu_memory_utilization=0.5, enforce_eager=True)
+    assert llm.config.memory_fraction == 0.5
+    assert LLM(folder, device="cpu").config.memory_fraction == 0.9
+    assert llm.get_tokenizer() is llm.tokenizer
+    assert llm.get_default_sampling_params() == llm.default_sampling_params()
+    with pytest.raises(ValueError, match="^memory_fraction, gpu_memory_utilization: give one"):
+        LLM(folder, device="cpu", memory_fraction=0.5, gpu_memory_utilization=0.5)
+
+
+def test_the_seed_of_an_engine(folder: Path) -> None:
+    """The same requests in the same order get the same seeds, and different ones each."""
+    sampled = SamplingParams(max_tokens=20, ignore_eos=True)
+    outcomes = []
+    for seed in (5, 5, 6):
+        llm = LLM(folder, device="cpu", seed=seed)
+        results = llm.generate(["import", "import"], sampled)
+        outcomes.append([result.outputs[0].token_ids for result in results])
+    assert outcomes[0] == outcomes[1] != outcomes[2]
+    assert outcomes[0][0] != outcomes[0][1]
+
+
+def test_no_more_requests_at_a_time_than_asked_for(folder: Path) -> None:
+    llm = LLM(folder, device="cpu", max_num_seqs=2)
+    engine = llm._engine
+    requests = [engine.make_request([1, 2, 3], GREEDY) for _ in range(5)]
+    for request in requests:
+        engine.submit(request)
+    peak = 0
+    while engine.has_work:
+        engine.step()
+        peak = max(peak, engine.allocator.num_live)
+    assert peak == 2
+    assert {request.finish_reason for request in requests} == {"length"}
+    assert llm.describe().num_requests_fit <= 2
+
+
+def test_prompt_rows_of_a_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(folder, device="cpu", max_num_batched_tokens=7)
+    seen = []
+    prefill = llm._engine.runner.prefill
+
+    def spy(chunks: list[tuple[object, int]]) -> None:
+        seen.append(sum(rows for _, rows in chunks))
+        prefill(chunks)
+
+    monkeypatch.setattr(llm._engine.runner, "prefill", spy)
+    lengths = [3, 20, 9]
+    llm.generate(prompt_token_ids=[[1] * n for n in lengths], sampling_params=GREEDY)
+    assert sum(seen) == sum(lengths) and max(seen) <= 7
+
+
+def test_another_models_tokenizer(folder: Path, tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path / "bare", eos_token_id=END, seed=2)
+    add_chat_files(folder, "{{ messages[0].content }}!")
+    llm = LLM(tmp_path / "bare", device="cpu", tokenizer=folder)
+    [result] = llm.generate("import", GREEDY)
+    assert result.outputs[0].text == text_of(result.outputs[0].token_ids)
+    assert llm.chat_prompt([{"role": "user", "content": "Hello"}]) == "Hello!"
+    with pytest.raises(CheckpointError, match="bare: expected tokenizer.json, found none"):
+        LLM(folder, device="cpu", tokenizer=tmp_path / "bare")
+
+
+def test_a_revision_needs_the_hub(folder: Path) -> None:
+    for model in (folder, "bundled"):
+        with pytest.raises(ValueError, match="^revision: expected an id on the hub with it"):
+            LLM(model, device="cpu", revision="main")
+
+
+def test_a_name_that_no_folder_can_have() -> None:
+    with pytest.raises(CheckpointError, match="^model: 'xxx.*: File name too long"):
+        LLM("x" * 5000)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from helpers.drafters import random_script, run, scripted_engine
 from helpers.tiny_checkpoints import TinyCheckpoint, build_tiny_checkpoint
 from hybridspec import LLM, SamplingParams
-from hybridspec.runtime import Allocator, Pools
+from hybridspec.runtime import Allocator, GdnMemory, KvMemory, Pools
 from hybridspec.runtime import pools as pools_module
 from hybridspec.runtime import slots as slots_module
 
@@ -42,7 +42,7 @@ class LargestResult(TorchDispatchMode):
 
 
 def states(pools: Pools) -> list[torch.Tensor]:
-    return [pool.state.clone() for pool in pools.gdn]
+    return [pool.state.clone() for pool in pools.of_kind(GdnMemory)]
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -58,7 +58,7 @@ def test_steps_that_do_not_fold_leave_states_alone(tmp_path: Path, k: int) -> No
     for offset in range(3):
         engine.submit(engine.make_request([token + offset for token in PROMPT], PARAMS))
     engine.step()
-    state_bytes = engine.pools.gdn[0].state[0].nbytes
+    state_bytes = engine.pools.of_kind(GdnMemory)[0].state[0].nbytes
     kept = folded = 0
     while engine.has_work:
         running = list(engine.scheduler.running)
@@ -100,7 +100,7 @@ def test_poison_in_everything_dead(tiny: TinyCheckpoint) -> None:
     pools.grow_slots(12)
     pools.grow_pages(40)
     engine.allocator = engine.scheduler.allocator = Allocator(pools, can_grow=True, max_slots=12)
-    for pool in pools.kv:
+    for pool in pools.of_kind(KvMemory):
         pool.k_pages.fill_(torch.nan)
         pool.v_pages.fill_(torch.nan)
     poisoned = []
@@ -108,7 +108,7 @@ def test_poison_in_everything_dead(tiny: TinyCheckpoint) -> None:
     def poison() -> None:
         """Everything behind the cursors, and every slot that nobody holds."""
         live = {request.slot for request in engine.scheduler.running}
-        capacity = pools.geometry.ring_capacity
+        capacity = pools.specs.options.ring_capacity
         for slot in range(pools.num_slots):
             if slot not in live:
                 for tensor in pools.slot_tensors()[3:]:
@@ -117,9 +117,9 @@ def test_poison_in_everything_dead(tiny: TinyCheckpoint) -> None:
             start, count = int(pools.ring_start[slot]), int(pools.history_len[slot])
             dead = [(start + j) % capacity for j in range(count, capacity)]
             length = int(pools.seq_len[slot])
-            conv_rows = pools.geometry.conv_ring_capacity
+            conv_rows = pools.of_kind(GdnMemory)[0].conv_ring.shape[1]
             dead_conv = [(length + j) % conv_rows for j in range(conv_rows - 3)]
-            for pool in pools.gdn:
+            for pool in pools.of_kind(GdnMemory):
                 pool.ring.k[slot, :, dead] = torch.nan
                 pool.ring.u[slot, :, dead] = torch.nan
                 pool.ring.cum_log_decay[slot, :, dead] = torch.nan
@@ -176,7 +176,7 @@ def test_growing_that_fails_changes_nothing(
     running = llm.stream(prompt_token_ids=prompts[0], sampling_params=PARAMS)
     got = [*next(running).token_ids, *next(running).token_ids]
     resized, sizes = pools_module._resized, []
-    num_tensors = 4 + 5 * len(llm._engine.pools.gdn)
+    num_tensors = 4 + 5 * len(llm._engine.pools.of_kind(GdnMemory))
 
     def failing(tensor: torch.Tensor, size: int, **options: int) -> torch.Tensor:
         sizes.append(size)

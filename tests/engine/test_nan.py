@@ -8,6 +8,7 @@ import torch
 from helpers.tiny_checkpoints import TinyCheckpoint
 from hybridspec import LLM, SamplingParams
 from hybridspec.engine.request import Request
+from hybridspec.runtime import GdnMemory
 from hybridspec.speculate import NO_TOKEN, ChoiceRule, choose_and_report
 
 PROMPTS = [list(range(i, i + 12)) for i in range(3)]
@@ -29,7 +30,7 @@ def run(llm: LLM, params: SamplingParams, *, spoiled_at: int | None) -> list[Req
         engine.step()
         steps += 1
         if steps == spoiled_at:
-            for pool in engine.pools.gdn:
+            for pool in engine.pools.of_kind(GdnMemory):
                 pool.state[requests[1].slot] = torch.nan
     return requests
 

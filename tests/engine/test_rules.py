@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -52,15 +53,18 @@ def test_seeds_of_continuations() -> None:
 
 def test_rules_of_one_request_share_nothing() -> None:
     params = SamplingParams(n=2, presence_penalty=1, seed=3, min_tokens=2)
-    first, second = make_rules(params, [7], frozenset({5, 99, -1}), vocab_size=9, tokenizer=None)
+    options = {"vocab_size": 9, "tokenizer": None, "seeds": random.Random(0)}
+    first, second = make_rules(params, [7], frozenset({5, 99, -1}), **options)
     assert first.edits is not second.edits
     first.edits.extend([4])
     assert (first.edits.tokens, second.edits.tokens) == ([7, 4], [7])
     assert (first.seed, second.seed) == (3, seed_of(3, 1))
     assert first.forbidden == (5,)  # an end outside the vocabulary needs no forbidding
     assert first.forbidden_until == 3
-    [usual] = make_rules(SamplingParams(), [7], frozenset(), vocab_size=9, tokenizer=None)
+    [usual] = make_rules(SamplingParams(), [7], frozenset(), **options)
     assert usual.edits is None and usual.forbidden == ()
+    [other] = make_rules(SamplingParams(), [7], frozenset(), **options)
+    assert usual.seed != other.seed
 
 
 def test_texts_as_bad_words(tmp_path: Path) -> None:

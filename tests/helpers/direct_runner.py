@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from hybridspec.models.hybrid import HybridModel
 from hybridspec.ops import gated_delta_rule
-from hybridspec.runtime.pools import Pools
-from hybridspec.runtime.step import Step
+from hybridspec.ops import ring as ring_ops
+from hybridspec.ops.verify_plan import Step
+from hybridspec.runtime import GdnMemory, MemoryOptions, Pools
 
 __all__ = ["DirectRunner"]
 
@@ -34,14 +37,16 @@ class DirectRunner:
         page_size = 16
         pages_per_slot = -(-max_tokens // page_size)
         self.model = model
+        options = MemoryOptions(
+            dtype=model.dtype,
+            state_dtype=state_dtype or torch.promote_types(model.dtype, torch.float32),
+        )
         self.pools = Pools(
-            model.config.pool_geometry(has_mtp=model.mtp is not None),
+            model.memory_specs(options),
             num_slots=num_slots,
             num_pages=num_slots * pages_per_slot,
             page_size=page_size,
             max_pages_per_slot=pages_per_slot,
-            dtype=model.dtype,
-            state_dtype=state_dtype or torch.promote_types(model.dtype, torch.float32),
             device=model.device,
         )
         # Pages out of order, so that a layer that ignores the table is found out.
@@ -54,36 +59,28 @@ class DirectRunner:
     ) -> Step:
         """Return the layout of packed rows, `rows` mapping each slot to its tokens."""
         seq_len = self.pools.seq_len if seq_len is None else seq_len
-        counts = [len(tokens) for tokens in rows.values()]
-        starts = [int(seq_len[slot]) for slot in rows]
-        slots = torch.tensor(list(rows), dtype=torch.int32)
-        num_verify_tokens = torch.tensor(counts, dtype=torch.int32)
-        is_fold = torch.zeros(len(rows), dtype=torch.int8)
-        if not is_prefill:
-            gated_delta_rule.decide_folds(
-                self.pools.history_len,
-                slots,
-                num_verify_tokens,
-                is_fold,
-                max_window=self.pools.geometry.max_window,
-            )
-        return Step(
-            cu_seqlens=torch.tensor([0, *counts]).cumsum(0).int(),
-            slots=slots,
-            positions=torch.cat(
-                [torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
-            ),
-            seq_len=seq_len,
-            max_rows=max(counts),
+        step = Step.of_rows(
+            list(rows),
+            [len(tokens) for tokens in rows.values()],
+            [int(seq_len[slot]) for slot in rows],
+            torch.tensor([token for tokens in rows.values() for token in tokens]),
             is_prefill=is_prefill,
-            is_fold=None if is_prefill else is_fold,
         )
+        if not is_prefill:
+            ring_ops.decide_folds(
+                self.pools.history_len,
+                step.slots,
+                step.num_verify_tokens,
+                step.is_fold,
+                max_window=self.pools.specs.options.max_window,
+            )
+        return step
 
     @torch.inference_mode()
     def prefill(self, rows: dict[int, list[int]]) -> Tensor:
         """Store prompt rows; return the hidden states of all of them, [N, D]."""
         step = self.step(rows, is_prefill=True)
-        hidden = self.model.forward(_packed(rows), step, self.pools)
+        hidden = self.model.forward(step, self.pools.memories)
         for slot, tokens in rows.items():
             self.pools.seq_len[slot] += len(tokens)
         return hidden
@@ -93,16 +90,16 @@ class DirectRunner:
         """Append rows, keep the first `num_committed` of each; return all hidden states."""
         step = self.step(rows, is_prefill=False)
         pools = self.pools
-        hidden = self.model.forward(_packed(rows), step, pools)
-        gated_delta_rule.commit(
+        hidden = self.model.forward(step, pools.memories)
+        ring_ops.commit(
             pools.seq_len,
             pools.ring_start,
             pools.history_len,
             step.slots,
             step.is_fold,
-            step.cu_seqlens.diff(),
+            step.num_verify_tokens,
             torch.tensor(num_committed, dtype=torch.int32),
-            ring_capacity=pools.geometry.ring_capacity,
+            ring_capacity=pools.specs.options.ring_capacity,
         )
         return hidden
 
@@ -110,8 +107,8 @@ class DirectRunner:
     def draft(self, rows: dict[int, list[int]], hidden: Tensor, *, is_prefill: bool) -> Tensor:
         """Run the draft head over rows and move its cursor over all of them; [N, D]."""
         step = self.step(rows, is_prefill=is_prefill, seq_len=self.mtp_seq_len)
-        pools = self.pools
-        out = self.model.mtp.forward(_packed(rows), hidden, step, pools.kv[-1], pools.page_table)
+        memory = replace(self.pools.head_memory, seq_len=self.mtp_seq_len)
+        out = self.model.mtp.forward(step.token_ids, hidden, step, memory)
         for slot, tokens in rows.items():
             self.mtp_seq_len[slot] += len(tokens)
         return out
@@ -125,14 +122,10 @@ class DirectRunner:
         """Fold the live window of a slot into its checkpoint and empty the window."""
         slots = torch.tensor([slot], dtype=torch.int32)
         is_fold = torch.ones(1, dtype=torch.int8)
-        for pool in self.pools.gdn:
+        for memory in self.pools.of_kind(GdnMemory):
             gated_delta_rule.fold(
-                pool.state, pool.ring, slots, is_fold=is_fold, state_scale=pool.state_scale
+                memory.state, memory.ring, slots, is_fold=is_fold, state_scale=memory.state_scale
             )
         self.pools.ring_start[slot] += self.pools.history_len[slot]
-        self.pools.ring_start[slot] %= self.pools.geometry.ring_capacity
+        self.pools.ring_start[slot] %= self.pools.specs.options.ring_capacity
         self.pools.history_len[slot] = 0
-
-
-def _packed(rows: dict[int, list[int]]) -> Tensor:
-    return torch.tensor([token for tokens in rows.values() for token in tokens])

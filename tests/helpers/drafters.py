@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.request import Request
-from hybridspec.runtime import Step
+from hybridspec.ops.verify_plan import Step
 from hybridspec.speculate import ChoiceRule, Draft
 
 __all__ = ["ScriptedDrafter", "run", "scripted_engine"]

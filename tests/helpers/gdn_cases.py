@@ -15,8 +15,8 @@ from torch import Tensor
 from helpers.gdn_oracle import Tokens, gates, prepared, recurrence, window_state
 from helpers.tolerances import KERNEL_FACTOR, assert_close, assert_rounded
 from hybridspec.ops import gated_delta_rule
-from hybridspec.ops.gated_delta_rule import RingView
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE, quantise, widen
+from hybridspec.ops.ring import RingView
 
 __all__ = [
     "DECAYS",

@@ -16,6 +16,7 @@ from helpers.gdn_cases import Dtypes, Geometry, Pools, make_tokens, offsets
 from helpers.gdn_oracle import recurrence
 from helpers.tolerances import tolerance
 from hybridspec.ops import gated_delta_rule
+from hybridspec.ops import ring as ring_ops
 
 __all__ = ["Session"]
 
@@ -82,7 +83,7 @@ class Session:
         """Put a new request into a slot, whatever is in there; ring rows stay as they are."""
         pools = self.pools
         cursors = [pools.seq_len, pools.ring.ring_start, pools.ring.history_len]
-        gated_delta_rule.reset_slots([pools.state, *cursors], self.slot_tensor(slot))
+        ring_ops.reset_slots([pools.state, *cursors], self.slot_tensor(slot))
         pools.ring.ring_start[slot] = start
         g = self.geometry
         self.states[slot] = torch.zeros(g.value_heads, g.value_dim, g.key_dim, dtype=torch.float64)
@@ -111,7 +112,7 @@ class Session:
         slot_tensor = self.slot_tensor(*slots)
         num_verify_tokens = torch.tensor(sizes, dtype=torch.int32, device=self.device)
         is_fold = torch.full_like(slot_tensor, 7, dtype=torch.int8)
-        gated_delta_rule.decide_folds(
+        ring_ops.decide_folds(
             history_len, slot_tensor, num_verify_tokens, is_fold, max_window=pools.ring.max_window
         )
         for i, slot in enumerate(slots):
@@ -150,7 +151,7 @@ class Session:
             device=self.device,
         )
         for _ in range(commits):
-            gated_delta_rule.commit(
+            ring_ops.commit(
                 pools.seq_len,
                 pools.ring.ring_start,
                 history_len,

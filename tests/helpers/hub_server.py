@@ -25,12 +25,14 @@ class HubServer:
     Attributes:
         url: what HF_ENDPOINT is to be.
         fetched: names of the files that were downloaded, in order.
+        revisions: what was asked for of a repository, in order.
     """
 
     def __init__(self, repositories: dict[str, Path | None]) -> None:
         self.repositories = repositories
         self.url = ""
         self.fetched: list[str] = []
+        self.revisions: list[str] = []
 
     def answer(self, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
         """Return status, headers and body of the answer to a request."""
@@ -43,7 +45,10 @@ class HubServer:
         folder = self.repositories[repository]
         if folder is None:
             return 403, {"X-Error-Code": "GatedRepo"}, b"{}"
+        if is_api and verb in ("revision", "tree") and rest[0] not in ("main", "v2", _COMMIT):
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
         if is_api and verb == "revision":
+            self.revisions.append(rest[0])
             return 200, {}, json.dumps({"id": repository, "sha": _COMMIT, "siblings": []}).encode()
         if is_api and verb == "tree":
             return 200, {}, json.dumps([_entry(folder, file) for file in _files(folder)]).encode()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from hybridspec.ops.verify_plan import VerifyPlan, reference
+from hybridspec.ops.verify_plan import Step, reference
 
 __all__ = ["KINDS", "PlanCase", "differences", "random_case", "reference_plan", "run_plan"]
 
@@ -37,9 +37,9 @@ class PlanCase:
         moved = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
-    def new_plan(self) -> VerifyPlan:
+    def new_plan(self) -> Step:
         """Return a plan of this case's size, filled with numbers that no result has."""
-        plan = VerifyPlan.create(
+        plan = Step.create(
             max_requests=self.max_requests,
             max_rows=self.max_rows,
             max_drafts=self.token_ids.shape[1] - 1,
@@ -119,7 +119,7 @@ def random_case(
     )
 
 
-def run_plan(case: PlanCase, step: Callable[..., None], **options: object) -> VerifyPlan:
+def run_plan(case: PlanCase, step: Callable[..., None], **options: object) -> Step:
     """Call a backend's `plan_step` on a plan of its own."""
     plan = case.new_plan()
     step(
@@ -129,12 +129,12 @@ def run_plan(case: PlanCase, step: Callable[..., None], **options: object) -> Ve
     return plan
 
 
-def reference_plan(case: PlanCase) -> VerifyPlan:
+def reference_plan(case: PlanCase) -> Step:
     """The plan that the reference makes."""
     return run_plan(case, reference.plan_step)
 
 
-def differences(plan: VerifyPlan, expected: VerifyPlan) -> Tensor:
+def differences(plan: Step, expected: Step) -> Tensor:
     """Number of entries that differ, all tensors but the scratch, without a host sync."""
     pairs = list(zip(plan.tensors(), expected.tensors(), strict=True))[:-1]
     return torch.stack([(mine != theirs).sum() for mine, theirs in pairs]).sum()

@@ -13,7 +13,8 @@ from tests.helpers.tiny_checkpoints import build_tiny_checkpoint
 
 from hybridspec.errors import CheckpointError, UnsupportedError
 from hybridspec.models.config import ModelConfig
-from hybridspec.models.hybrid import load_model
+from hybridspec.models.hybrid import load_model, memory_specs
+from hybridspec.runtime import MemoryOptions
 
 
 @pytest.fixture(scope="module")
@@ -373,10 +374,14 @@ def test_absent_layer_types_follow_the_interval(good: Path, tmp_path: Path) -> N
         good, tmp_path / "m", layer_types=None, num_hidden_layers=6, full_attention_interval=3
     )
     assert config.layer_kinds == ("gdn", "gdn", "attention") * 2
-    geometry = config.pool_geometry(has_mtp=True, max_verify_tokens=16)
-    assert (geometry.num_gdn_layers, geometry.num_kv_layers) == (4, 3)
-    assert geometry.conv_ring_capacity == 32
-    assert config.pool_geometry(has_mtp=False).conv_ring_capacity == 16
+    for max_verify_tokens, conv_rows in ((8, 16), (16, 32)):
+        options = MemoryOptions(
+            dtype=torch.float32, state_dtype=torch.float32, max_verify_tokens=max_verify_tokens
+        )
+        specs = memory_specs(config, options, has_head=True)
+        conv_rings = [spec.per_slot["conv_ring"] for spec in specs.layers if spec.per_slot]
+        assert [ring.shape[0] for ring in conv_rings] == [conv_rows] * 4
+        assert [bool(spec.per_token) for spec in specs.all()] == [False, False, True] * 2 + [True]
 
 
 def test_end_tokens_come_from_the_generation_config_first(good: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.helpers.hub_server import serve_hub
 from tests.helpers.tiny_checkpoints import build_tiny_checkpoint
 
+from hybridspec.errors import CheckpointError
 from hybridspec.models.hub import find_model
 
 FIND = """
@@ -103,6 +104,29 @@ def test_what_the_hub_does_not_give(tmp_path: Path) -> None:
         "CheckpointError someone/else: no such path here, and from the Hugging Face hub: no such "
         "repository, or a private one",
     ]
+
+
+def test_a_revision(tmp_path: Path) -> None:
+    folder = build_tiny_checkpoint(tmp_path / "m", has_mtp=False).folder
+    calls = [{"model": "someone/tiny", "revision": name} for name in ("v2", "v3")]
+    with serve_hub({"someone/tiny": folder}) as hub:
+        [found, missing] = find(hub.url, tmp_path / "cache", *calls)
+    assert (Path(found) / "model.safetensors").is_file()
+    assert set(hub.revisions) == {"v2"}
+    assert missing == (
+        "CheckpointError someone/tiny: no such path here, and from the Hugging Face hub: no such "
+        "revision of it"
+    )
+    with pytest.raises(ValueError, match="^revision: expected an id on the hub with it, got '/"):
+        find_model(folder, revision="v2")
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_names_that_no_file_can_have(kind: type) -> None:
+    for name, reason in (("x" * 5000, "File name too long"), ("a\0b", "embedded null byte")):
+        with pytest.raises(CheckpointError, match=f"^model: '.*: {reason}$") as error:
+            find_model(kind(name))
+        assert len(str(error.value)) < 300
 
 
 def test_paths_are_never_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from tests.helpers.direct_runner import DirectRunner
 from tests.helpers.tiny_checkpoints import TinyCheckpoint, build_tiny_checkpoint
 
 from hybridspec.models.hybrid import load_model
+from hybridspec.runtime import GdnMemory
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "ratio1": {"linear_num_value_heads": 2},
@@ -98,8 +99,8 @@ def test_prefill_logits_and_states_equal_transformers(variant: TinyCheckpoint) -
     hidden = runner.prefill({1: tokens})
     assert_logits_close(runner.logits(hidden), expected.logits[0])
     linear = [c for c in expected.past_key_values.layers if hasattr(c, "recurrent_states")]
-    assert len(linear) == len(runner.pools.gdn)
-    for pool, cache in zip(runner.pools.gdn, linear, strict=True):
+    assert len(linear) == len(runner.pools.of_kind(GdnMemory))
+    for pool, cache in zip(runner.pools.of_kind(GdnMemory), linear, strict=True):
         torch.testing.assert_close(
             pool.state[1], cache.recurrent_states[0][0].mT, atol=2e-5, rtol=1e-5
         )
@@ -135,7 +136,7 @@ def test_final_state_after_verify_steps_equals_the_cache(checkpoint: TinyCheckpo
     assert int(runner.pools.history_len[0]) > 0
     runner.fold_all(0)
     linear = [c for c in expected.layers if hasattr(c, "recurrent_states")]
-    for pool, cache in zip(runner.pools.gdn, linear, strict=True):
+    for pool, cache in zip(runner.pools.of_kind(GdnMemory), linear, strict=True):
         torch.testing.assert_close(
             pool.state[0], cache.recurrent_states[0][0].mT, atol=2e-5, rtol=1e-5
         )
@@ -149,7 +150,8 @@ def test_prefill_in_chunks_equals_prefill_at_once(checkpoint: TinyCheckpoint, ch
     expected = at_once.prefill({0: tokens})
     parts = [chunked.prefill({0: tokens[i : i + chunk]}) for i in range(0, len(tokens), chunk)]
     torch.testing.assert_close(torch.cat(parts), expected, atol=5e-5, rtol=1e-5)
-    for one, other in zip(at_once.pools.gdn, chunked.pools.gdn, strict=True):
+    memories = (runner.pools.of_kind(GdnMemory) for runner in (at_once, chunked))
+    for one, other in zip(*memories, strict=True):
         torch.testing.assert_close(one.state, other.state, atol=1e-5, rtol=1e-5)
 
 
@@ -241,7 +243,7 @@ PERTURBATIONS = {
     "k norm": lambda model: model.layers[3].mixer.qk_norm.scaled_weight[-1, 0].add_(0.05),
     "block norm": lambda model: model.layers[1].mlp_norm.scaled_weight[0].add_(0.01),
     "final norm": lambda model: model.norm.scaled_weight[0].add_(0.01),
-    "rotary": lambda model: model.rotary._sin.mul_(0.99),
+    "rotary": lambda model: model.rotary.signed_frequencies.mul_(0.99),
 }
 
 
@@ -249,7 +251,6 @@ PERTURBATIONS = {
 def test_teeth_each_small_part_shows_in_the_logits(checkpoint: TinyCheckpoint, name: str) -> None:
     tokens = random_tokens(70)
     model = load_model(checkpoint.folder)
-    model.rotary.reserve(128)
     PERTURBATIONS[name](model)
     runner = DirectRunner(model)
     logits = runner.logits(runner.prefill({0: tokens}))

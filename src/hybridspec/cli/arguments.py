@@ -133,6 +133,14 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face model folder, or an id on the hub (default: the bundled model)",
     )
     group.add_argument(
+        "--revision", metavar="REV", help="branch, tag or commit of a model on the hub"
+    )
+    group.add_argument(
+        "--tokenizer",
+        metavar="MODEL",
+        help="take tokenizer and chat template from this model (default: the model's own)",
+    )
+    group.add_argument(
         "--dummy-weights",
         action="store_true",
         help="random numbers as weights, to measure a geometry from config.json alone",
@@ -183,7 +191,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=int,
         metavar="N",
-        help="CPU threads (default: 1 for models as small as the bundled one)",
+        help="CPU threads, at most one a core (default: 1 for models as small as the bundled one)",
     )
 
 
@@ -479,7 +487,7 @@ def _logit_bias(words: Sequence[str]) -> dict[int, float]:
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the engine options that the flags ask for; raises UsageError on wrong values."""
     names = [field.name for field in dataclasses.fields(EngineConfig)]
-    options = {name: getattr(arguments, name) for name in names}
+    options = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     with usage_errors():
         EngineConfig(**options)
     return options

@@ -54,7 +54,11 @@ def open_engine(arguments: argparse.Namespace, **overrides: Any) -> LLM:
     with usage_errors():
         # Downloads show bars of their own, so they are done before anything else is shown.
         model = "bundled" if arguments.model is None else arguments.model
-        folder = model_folder(model, has_weights=not options["dummy_weights"])
+        folder = model_folder(
+            model, has_weights=not options["dummy_weights"], revision=options.pop("revision")
+        )
+        if options["tokenizer"] is not None:
+            options["tokenizer"] = str(model_folder(options["tokenizer"], has_weights=False))
         if options["mtp_from"] is not None and options["draft_tokens"] > 0:
             options["mtp_from"] = str(model_folder(options["mtp_from"], only="mtp."))
         with progress("loading the model") as show:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hybridspec.errors import UnsupportedError
-from hybridspec.ops.gated_delta_rule import restart_windows, verify_rows
+from hybridspec.ops.gated_delta_rule import verify_rows
+from hybridspec.ops.ring import restart_windows
 
 __all__ = ["CallerError", "gated_delta_rule_mtp_ucache", "gated_delta_rule_mtp_ucache_flush"]
 

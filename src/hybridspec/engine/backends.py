@@ -13,7 +13,7 @@ from hybridspec.models import ModelConfig
 from hybridspec.ops import paged_attention
 from hybridspec.ops.causal_conv1d import launch as conv_launch
 from hybridspec.ops.gated_delta_rule.choice import verify_backends
-from hybridspec.runtime import Pools
+from hybridspec.runtime import GdnMemory, KvMemory, Pools
 
 __all__ = ["AttentionChoice", "backends_in_use", "choose_attention"]
 
@@ -42,7 +42,7 @@ def choose_attention(
     Raises:
         UnsupportedError: if what was requested cannot serve these pools.
     """
-    if not pools.kv:
+    if not pools.of_kind(KvMemory):
         none = ("reference", "no layer attends")
         return {"verify": none, "prefill": none}
     call = _attention_call(pools, config)
@@ -85,9 +85,10 @@ def _reason(name: str, refusals: Mapping[str, str | None], *, is_asked_for: bool
 def _attention_call(pools: Pools, config: ModelConfig) -> tuple[Any, ...]:
     """Return tensors like those of a call of one row, as far as backends look at them."""
     heads, kv_heads = config.num_attention_heads, config.num_kv_heads
-    qk = torch.empty(1, heads + kv_heads, config.head_dim, dtype=pools.dtype, device=pools.device)
+    dtype = pools.specs.options.dtype
+    qk = torch.empty(1, heads + kv_heads, config.head_dim, dtype=dtype, device=pools.device)
     q, k = qk.split((heads, kv_heads), dim=1)
-    kv = pools.kv[0]
+    kv = pools.of_kind(KvMemory)[0]
     slots = pools.seq_len.new_zeros(1)
     cu_seqlens = pools.seq_len.new_zeros(2)
     return (
@@ -99,34 +100,31 @@ def _attention_call(pools: Pools, config: ModelConfig) -> tuple[Any, ...]:
 def backends_in_use(pools: Pools, attention: AttentionChoice) -> dict[str, tuple[str, str]]:
     """Name the backend of each op for the tensors of these pools, with the reason."""
     chosen = {}
-    if pools.gdn:
-        chosen["gated_delta_rule"] = _gdn_choice(pools)
-        chosen["causal_conv1d"] = _conv_choice(pools)
+    for memory in pools.of_kind(GdnMemory)[:1]:
+        chosen["gated_delta_rule"] = _gdn_choice(memory)
+        chosen["causal_conv1d"] = _conv_choice(memory)
     chosen["paged_attention"] = attention["verify"]
     chosen["attention of prompts"] = attention["prefill"]
     chosen["sampling"] = ("reference", "plain PyTorch, the only backend of this op")
     return chosen
 
 
-def _gdn_choice(pools: Pools) -> tuple[str, str]:
-    g, pool = pools.geometry, pools.gdn[0]
-    q = torch.empty(1, g.num_key_heads, g.key_dim, dtype=pools.dtype, device=pools.device)
-    out = torch.empty(1, g.num_value_heads, g.value_dim, dtype=pools.dtype, device=pools.device)
+def _gdn_choice(memory: GdnMemory) -> tuple[str, str]:
+    ring = memory.ring
+    q, out = (rows[:1, :, 0].contiguous() for rows in (ring.k, ring.u))
     gate = out[:, :, 0]
     refusals = {
-        name: explain(q, q, out, gate, gate, pool.state, pool.ring, out, 1)
+        name: explain(q, q, out, gate, gate, memory.state, ring, out, 1)
         for name, explain in verify_backends(q).items()
     }
     name = next(name for name, reason in refusals.items() if reason is None)
     return name, _reason(name, refusals, is_asked_for=False)
 
 
-def _conv_choice(pools: Pools) -> tuple[str, str]:
-    ring = pools.gdn[0].conv_ring
-    x = torch.empty(1, ring.shape[2], dtype=pools.dtype, device=pools.device)
-    weight = torch.empty(
-        ring.shape[2], pools.geometry.conv_width, dtype=pools.dtype, device=pools.device
-    )
+def _conv_choice(memory: GdnMemory) -> tuple[str, str]:
+    ring = memory.conv_ring
+    x = ring[:1, 0].contiguous()
+    weight = ring.new_empty(ring.shape[2], 4)
     refusal = conv_launch.explain_verify(x, weight, ring, x, 1)
     name = "triton" if refusal is None else "reference"
     return name, _reason(name, {"triton": refusal}, is_asked_for=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
+import random
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ from hybridspec.engine.rules import check_params, counted_logprobs, make_rules
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
 from hybridspec.engine.text import Text
-from hybridspec.errors import CapacityError
+from hybridspec.errors import CapacityError, CheckpointError
 from hybridspec.models import (
     HybridModel,
     ModelConfig,
@@ -43,20 +44,24 @@ __all__ = ["Engine", "model_folder"]
 _log = logging.getLogger("hybridspec")
 
 
-def model_folder(model: str | Path, *, only: str = "", has_weights: bool = True) -> Path:
+def model_folder(
+    model: str | Path, *, only: str = "", has_weights: bool = True, revision: str | None = None
+) -> Path:
     """Return the folder of a model: "bundled", a path, or an id on the Hugging Face hub.
 
     Args:
         model: which one.
         only: from the hub, download only files with tensors whose names start with this.
         has_weights: whether to download weights at all.
+        revision: of a repository on the hub: branch, tag or commit.
 
     Raises:
+        ValueError: if a revision comes with what is not on the hub.
         CheckpointError: if an id cannot be downloaded.
     """
     if model == "bundled":
-        return bundled_model_path()
-    return find_model(model, only=only, has_weights=has_weights)
+        model = bundled_model_path()
+    return find_model(model, only=only, has_weights=has_weights, revision=revision)
 
 
 class Engine:
@@ -106,19 +111,25 @@ class Engine:
             has_dummy_weights=config.dummy_weights,
             on_progress=on_progress,
         )
-        self.tokenizer = load_tokenizer(folder)
-        self.eos_token_ids = end_token_ids(folder, self.model.config.eos_token_ids, self.tokenizer)
+        self.tokenizer_folder = folder
+        if config.tokenizer is not None:
+            self.tokenizer_folder = model_folder(config.tokenizer, has_weights=False)
+        self.tokenizer = load_tokenizer(self.tokenizer_folder)
+        if config.tokenizer is not None and self.tokenizer is None:
+            raise CheckpointError(f"{self.tokenizer_folder}: expected tokenizer.json, found none")
+        self.eos_token_ids = end_token_ids(
+            folder, self.model.config.eos_token_ids, self.tokenizer, self.tokenizer_folder
+        )
+        self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         if drafter is None:
             config = resolve_drafter(config, self.model, str(folder))
         self.config, pool_plan = plan_pools(self.model, config)
         self.pools = Pools(
-            pool_plan.geometry,
+            pool_plan.specs,
             num_slots=pool_plan.num_slots,
             num_pages=pool_plan.num_pages,
             page_size=pool_plan.page_size,
             max_pages_per_slot=pool_plan.max_pages_per_slot,
-            dtype=self.model.dtype,
-            state_dtype=getattr(torch, self.config.state_dtype),
             device=self.model.device,
         )
         self.attention = choose_attention(
@@ -138,7 +149,7 @@ class Engine:
             max_slots=pool_plan.max_slots,
             has_clean_values="fa3" in (verify_backend, prefill_backend),
         )
-        self.scheduler = Scheduler(self.allocator)
+        self.scheduler = Scheduler(self.allocator, self.config.max_num_batched_tokens)
         if drafter is None:
             drafter = make_drafter(self.config, self.model, self.pools)
         self.runner = Runner(
@@ -205,7 +216,9 @@ class Engine:
             # The text leaves special tokens out, so it would never hold theirs.
             special = {self.tokenizer.special_id(text) for text in params.stop}
             ends |= frozenset(token for token in special if token is not None)
-        rules = make_rules(params, ids, ends, vocab_size=vocab, tokenizer=self.tokenizer)
+        rules = make_rules(
+            params, ids, ends, vocab_size=vocab, tokenizer=self.tokenizer, seeds=self._seeds
+        )
         group = RequestGroup(
             request_id=next(self._ids),
             prompt=text,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hybridspec.config import EngineConfig
 from hybridspec.engine.backends import backends_in_use
 from hybridspec.engine.engine import Engine
-from hybridspec.engine.memory import available_bytes, request_bytes
+from hybridspec.engine.memory import available_bytes
 from hybridspec.models import ModelConfig
 
 __all__ = ["EngineInfo", "describe"]
@@ -25,7 +25,7 @@ class EngineInfo:
         has_mtp: whether the checkpoint holds a draft head.
         backends: per op, the backend in use and why.
         request_bytes: per kind of memory, bytes that one request holds whatever its length.
-        kv_bytes_per_token: bytes of keys and values that each of its tokens adds.
+        kv_bytes_per_token: bytes of keys, values and ids that each of its tokens adds.
         snapshot_bytes: recurrent states that one request would need with a snapshot per verified
             row (draft_tokens + 1 of them), which is what `request_bytes` replaces.
         num_requests_fit: requests of max_model_len tokens that fit the memory.
@@ -52,17 +52,11 @@ class EngineInfo:
 
 def describe(engine: Engine) -> EngineInfo:
     """Say what an engine runs on and what a request costs."""
-    pools = engine.pools
-    g = pools.geometry
-    parts = {
-        "GDN state": g.state_bytes(pools.state_dtype),
-        "GDN ring": g.ring_bytes(pools.dtype),
-        "conv ring": g.conv_bytes(pools.dtype),
-    }
-    kv_per_token = g.kv_bytes_per_token(pools.dtype)
+    pools, specs = engine.pools, engine.pools.specs
+    kv_per_token = specs.token_bytes()
     max_len = engine.config.max_model_len
     assert max_len is not None
-    whole = request_bytes(g, pools.dtype, pools.state_dtype) + kv_per_token * max_len
+    whole = specs.request_bytes() + kv_per_token * max_len
     if pools.device.type == "cuda":
         fit = min(pools.num_slots, pools.num_pages // engine.allocator.pages_for(max_len))
     else:
@@ -74,8 +68,8 @@ def describe(engine: Engine) -> EngineInfo:
         num_parameters=engine.model.num_parameters,
         has_mtp=engine.model.mtp is not None,
         backends=backends_in_use(pools, engine.attention),
-        request_bytes=parts,
+        request_bytes=specs.slot_bytes(),
         kv_bytes_per_token=kv_per_token,
-        snapshot_bytes=(engine.config.draft_tokens + 1) * parts["GDN state"],
+        snapshot_bytes=(engine.config.draft_tokens + 1) * specs.state_bytes(),
         num_requests_fit=fit,
     )

@@ -58,7 +58,17 @@ class LLM:
             gives each slot one page of max_model_len tokens, as FlashAttention-3 wants it.
         attention_backend: what attends in verify steps: "triton", "fa3" (needs fa3-fwd, a Hopper
             GPU, bfloat16 and kv_layout "contiguous") or "reference"; "auto" is the first that can.
-        threads: CPU threads during a step; None is 1 for small models, else torch's own number.
+        threads: CPU threads during a step, at most one for each core; None is 1 for small models,
+            else torch's own number.
+        max_num_seqs: most requests that run at the same time, 1..256; None is 64 on a CPU and 256
+            on a GPU.
+        max_num_batched_tokens: most prompt rows of a forward pass, over all requests.
+        enforce_eager: whether to run without CUDA graphs, as every engine does now.
+        revision: of a model on the hub: branch, tag or commit.
+        tokenizer: model to take tokenizer and chat template from: a folder, an id or "bundled".
+        seed: where the seeds of requests that name none come from: the same requests in the same
+            order give the same tokens; None draws them.
+        gpu_memory_utilization: another name for memory_fraction.
         on_progress: called with the bytes of weights read so far and those of all files.
 
     Raises:
@@ -81,12 +91,23 @@ class LLM:
         state_dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
-        memory_fraction: float = 0.9,
+        memory_fraction: float | None = None,
         kv_layout: str = "paged",
         attention_backend: str = "auto",
         threads: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int = 2048,
+        enforce_eager: bool = False,
+        revision: str | None = None,
+        tokenizer: str | Path | None = None,
+        seed: int | None = None,
+        gpu_memory_utilization: float | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
+        if memory_fraction is None:
+            memory_fraction = 0.9 if gpu_memory_utilization is None else gpu_memory_utilization
+        elif gpu_memory_utilization is not None:
+            raise ValueError("memory_fraction, gpu_memory_utilization: give one of them")
         config = EngineConfig(
             draft_tokens=draft_tokens,
             verify_rows=verify_rows,
@@ -101,10 +122,16 @@ class LLM:
             kv_layout=kv_layout,
             attention_backend=attention_backend,
             threads=threads,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enforce_eager=enforce_eager,
+            revision=revision,
+            tokenizer=str(tokenizer) if isinstance(tokenizer, Path) else tokenizer,
+            seed=seed,
         )
         if on_progress is not None and not callable(on_progress):
             raise TypeError(f"on_progress: expected a function, got {on_progress!r}")
-        folder = model_folder(model, has_weights=not dummy_weights)
+        folder = model_folder(model, has_weights=not dummy_weights, revision=revision)
         try:
             self._engine = Engine(folder, config, on_progress=on_progress)
         except RuntimeError as error:  # torch has a type for this on GPUs only
@@ -249,6 +276,7 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_kwargs: Any,
     ) -> str:
         """Return the prompt that a chat template makes of one conversation.
@@ -263,7 +291,8 @@ class LLM:
             add_generation_prompt: whether to open the answer at the end.
             continue_final_message: end inside the last message, for the model to go on with it;
                 needs `add_generation_prompt=False`.
-            template_kwargs: what else the template looks at, such as `enable_thinking`.
+            chat_template_kwargs: what else the template looks at, such as `enable_thinking`.
+            template_kwargs: the same, one by one.
         """
         return self._chat_templates.render(
             messages,
@@ -271,14 +300,19 @@ class LLM:
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
             **template_kwargs,
         )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return `default_sampling_params()`."""
+        return self.default_sampling_params()
 
     def default_sampling_params(self) -> SamplingParams:
         """Return what the checkpoint's generation_config.json recommends.
 
-        That file may set temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens and
-        do_sample; what it does not set is as in SamplingParams().
+        What the file does not set is as in SamplingParams(); the fields that are read are listed in
+        `docs/checkpoints.md`.
 
         Raises:
             CheckpointError: if the file is broken.
@@ -287,7 +321,7 @@ class LLM:
 
     @functools.cached_property
     def _chat_templates(self) -> ChatTemplates:
-        return ChatTemplates.from_folder(self._engine.folder)
+        return ChatTemplates.from_folder(self._engine.tokenizer_folder)
 
     def describe(self) -> EngineInfo:
         """Say what this engine runs on and what a request costs."""

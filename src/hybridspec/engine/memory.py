@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, replace
 
 import torch
 
-from hybridspec.config import EngineConfig
+from hybridspec.config import MAX_NUM_SEQS, EngineConfig
 from hybridspec.errors import CapacityError, UnsupportedError
 from hybridspec.models import HybridModel, ModelConfig
-from hybridspec.runtime import PoolGeometry
+from hybridspec.runtime import MemoryOptions, MemorySpecs
 
 __all__ = ["PoolPlan", "available_bytes", "check_sizes", "plan_pools"]
 
+_log = logging.getLogger("hybridspec")
 PAGE_SIZE = 64  # tokens per KV page
 CPU_MAX_SLOTS = 64
 SMALL_HIDDEN_SIZE = 512  # up to here a step is made of small operations, slower on two threads
-GPU_MAX_SLOTS = 256
 INT8_KEY_DIMS = (64, 128)  # where the error of 8-bit states was measured
 
 
@@ -26,14 +27,14 @@ class PoolPlan:
     """Sizes of the pools at start.
 
     Attributes:
-        geometry: sizes of one request's memories.
+        specs: what the model's layers keep of a request.
         num_slots, num_pages, page_size, max_pages_per_slot: as in Pools; where keys and values are
             contiguous, a page holds a whole request.
         max_slots: most slots ever.
         can_grow: whether the pools grow with use.
     """
 
-    geometry: PoolGeometry
+    specs: MemorySpecs
     num_slots: int
     num_pages: int
     page_size: int
@@ -75,6 +76,9 @@ def plan_pools(model: HybridModel, config: EngineConfig) -> tuple[EngineConfig, 
     if threads is None and model.device.type == "cpu":
         is_small = model.config.hidden_size <= SMALL_HIDDEN_SIZE
         threads = 1 if is_small else torch.get_num_threads()
+    if threads is not None and threads > (cores := num_cores()):
+        _log.warning("threads: %d on %d cores, taking %d", threads, cores, cores)
+        threads = cores
     resolved = replace(
         config,
         dtype=_name(model.dtype),
@@ -86,30 +90,26 @@ def plan_pools(model: HybridModel, config: EngineConfig) -> tuple[EngineConfig, 
     is_contiguous = config.kv_layout == "contiguous"
     page_size = max_len if is_contiguous else PAGE_SIZE
     pages_per_slot = -(-max_len // page_size)
-    has_mtp = model.mtp is not None and config.drafter not in ("lookup", "none")
-    geometry = model.config.pool_geometry(has_mtp=has_mtp)
-    page_bytes = page_size * geometry.kv_bytes_per_token(model.dtype)
+    has_mtp = config.drafter not in ("lookup", "none")
+    options = MemoryOptions(dtype=model.dtype, state_dtype=getattr(torch, resolved.state_dtype))
+    specs = model.memory_specs(options, has_head=has_mtp)
+    page_bytes = page_size * specs.token_bytes()
     if model.device.type == "cpu":
         free = available_bytes(model.device)
         if is_contiguous and page_bytes > free:
             raise CapacityError(_too_long(resolved, page_bytes, free))
         return resolved, PoolPlan(
-            geometry=geometry,
+            specs=specs,
             num_slots=1,
             num_pages=min(pages_per_slot, 16),
             page_size=page_size,
             max_pages_per_slot=pages_per_slot,
-            max_slots=CPU_MAX_SLOTS,
+            max_slots=config.max_num_seqs or CPU_MAX_SLOTS,
             can_grow=True,
         )
-    num_slots, num_pages = _sizes_on_gpu(
-        resolved,
-        model.device,
-        request_bytes(geometry, model.dtype, getattr(torch, resolved.state_dtype)),
-        page_bytes,
-    )
+    num_slots, num_pages = _sizes_on_gpu(resolved, model.device, specs.request_bytes(), page_bytes)
     return resolved, PoolPlan(
-        geometry=geometry,
+        specs=specs,
         num_slots=num_slots,
         num_pages=min(num_pages, num_slots * pages_per_slot),
         page_size=page_size,
@@ -124,14 +124,15 @@ def _sizes_on_gpu(
 ) -> tuple[int, int]:
     """Return how many slots and pages the memory takes."""
     free, total = torch.cuda.mem_get_info(device)
+    most = config.max_num_seqs or MAX_NUM_SEQS
     budget = max(free - int((1 - config.memory_fraction) * total), 0)
     if config.kv_layout == "contiguous":
-        num_slots = min(GPU_MAX_SLOTS, budget // (slot_bytes + page_bytes))
+        num_slots = min(most, budget // (slot_bytes + page_bytes))
         if num_slots < 1:
             raise CapacityError(_too_long(config, slot_bytes + page_bytes, budget))
         return num_slots, num_slots
     # Half for the fixed part of requests, at most; pages take what is left.
-    num_slots = min(GPU_MAX_SLOTS, budget // 2 // slot_bytes)
+    num_slots = min(most, budget // 2 // slot_bytes)
     num_pages = (budget - num_slots * slot_bytes) // page_bytes
     if num_slots < 1 or num_pages < 1:
         raise CapacityError(
@@ -150,18 +151,18 @@ def _too_long(config: EngineConfig, needed: int, budget: int) -> str:
     )
 
 
-def request_bytes(geometry: PoolGeometry, dtype: torch.dtype, state_dtype: torch.dtype) -> int:
-    """Bytes of one request whatever its length: states, rings and conv rings."""
-    return (
-        geometry.state_bytes(state_dtype) + geometry.ring_bytes(dtype) + geometry.conv_bytes(dtype)
-    )
-
-
 def available_bytes(device: torch.device) -> int:
     """Memory that is free for pools now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _name(dtype: torch.dtype | str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -99,6 +99,7 @@ def make_rules(
     *,
     vocab_size: int,
     tokenizer: Tokenizer | None,
+    seeds: random.Random,
 ) -> list[ChoiceRule]:
     """Return the rule of each of the request's continuations.
 
@@ -108,6 +109,7 @@ def make_rules(
         ends: tokens that end the request.
         vocab_size: number of tokens to choose from.
         tokenizer: for bad words that are texts.
+        seeds: where the seed comes from if the parameters name none.
 
     Raises:
         ValueError: if every token is forbidden.
@@ -118,7 +120,7 @@ def make_rules(
         raise ValueError(
             "bad_words, stop_token_ids: expected at least one token that may be said, got none"
         )
-    seed = secrets.randbits(63) if params.seed is None else params.seed
+    seed = seeds.getrandbits(63) if params.seed is None else params.seed
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     has_edits = bool(words or params.logit_bias) or penalties != (1, 0, 0)
     return [

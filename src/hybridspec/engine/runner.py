@@ -9,13 +9,14 @@ import torch
 
 from hybridspec.engine.request import Request
 from hybridspec.models import HybridModel
+from hybridspec.ops.ring import advance
+from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import Pools
 from hybridspec.speculate import (
     Drafter,
     Verified,
     choose_and_report,
     commit_rows,
-    layout_rows,
     plan_drafts,
     report_logprobs,
     verify_drafts,
@@ -59,13 +60,14 @@ class Runner:
         lengths = [rows for _, rows in chunks]
         starts = [request.num_prefilled for request in requests]
         slots = _slots(requests)
-        step = layout_rows(slots, lengths, starts, pools.seq_len, is_prefill=True)
         spans = [
             request.prompt_token_ids[start : start + rows + 1]
             for (request, rows), start in zip(chunks, starts, strict=True)
         ]
         fed = [t for span, rows in zip(spans, lengths, strict=True) for t in span[:rows]]
-        hidden = self.model.forward(torch.tensor(fed, device=pools.device), step, pools)
+        token_ids = torch.tensor(fed, device=pools.device)
+        step = Step.of_rows(slots, lengths, starts, token_ids, is_prefill=True)
+        hidden = self.model.forward(step, pools.memories)
 
         self._report_prompts(requests, hidden, spans, lengths)
         last_rows = (step.cu_seqlens[1:] - 1).to(torch.int64)
@@ -87,11 +89,8 @@ class Runner:
             head_hidden = self.drafter.absorb(
                 torch.tensor(following, device=pools.device), hidden, step
             )
-        pools.seq_len.index_add_(
-            0,
-            step.slots.to(torch.int64),
-            torch.tensor(lengths, dtype=torch.int32, device=pools.device),
-        )
+        num_rows = torch.tensor(lengths, dtype=torch.int32, device=pools.device)
+        advance(pools.seq_len, step.slots, num_rows)
         for request, rows in chunks:
             request.num_prefilled += rows
         unfinished = [b for b in complete if requests[b].finish_reason is None]
@@ -178,17 +177,17 @@ class Runner:
             if len(rows) < hidden.shape[0]:
                 hidden = hidden[torch.tensor(rows, device=pools.device)]
             lengths = [taken[b] for b in alive]
-            step = layout_rows(
+            following = [t for b in alive for t in verified.tokens[b][: taken[b]]]
+            next_tokens = torch.tensor(following, device=pools.device)
+            step = Step.of_rows(
                 _slots([requests[b] for b in alive]),
                 lengths,
                 [requests[b].num_tokens - 1 - taken[b] for b in alive],
-                pools.seq_len,  # not committed yet: where these rows begin
+                next_tokens,
                 is_prefill=False,
             )
-            following = [t for b in alive for t in verified.tokens[b][: taken[b]]]
-            head_hidden = self.drafter.absorb(
-                torch.tensor(following, device=pools.device), hidden, step
-            )
+            # Before the commit: the cursor stands where these rows begin.
+            head_hidden = self.drafter.absorb(next_tokens, hidden, step)
             head_hidden = head_hidden[(step.cu_seqlens[1:] - 1).to(torch.int64)]
         commit_rows(pools, verified, taken)
         if head_hidden is not None:

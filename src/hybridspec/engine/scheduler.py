@@ -16,14 +16,19 @@ from hybridspec.runtime import Allocator
 __all__ = ["PREFILL_CHUNK", "Scheduler"]
 
 PREFILL_CHUNK = 512  # prompt rows of one request per forward; running requests wait for one
-PREFILL_BUDGET = 2048  # prompt rows of all requests per forward
 
 
 class Scheduler:
-    """Queues of requests over the slots and pages of `allocator`."""
+    """Queues of requests over slots and pages.
 
-    def __init__(self, allocator: Allocator) -> None:
+    Args:
+        allocator: gives them out.
+        max_prompt_rows: prompt rows of all requests per forward.
+    """
+
+    def __init__(self, allocator: Allocator, max_prompt_rows: int) -> None:
         self.allocator = allocator
+        self.max_prompt_rows = max_prompt_rows
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
@@ -56,9 +61,10 @@ class Scheduler:
 
         A request's chunks are the same whatever else is running.
         """
-        chunks, budget = [], PREFILL_BUDGET
+        chunks, budget = [], self.max_prompt_rows
+        longest = min(PREFILL_CHUNK, budget)
         for request in self.prefilling:
-            rows = min(len(request.prompt_token_ids) - request.num_prefilled, PREFILL_CHUNK)
+            rows = min(len(request.prompt_token_ids) - request.num_prefilled, longest)
             if rows > budget:
                 break
             chunks.append((request, rows))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from hybridspec.errors import CheckpointError, UnsupportedError
-from hybridspec.models.fields import Fields, read_json, shown
-from hybridspec.runtime.pools import PoolGeometry
+from hybridspec.models.fields import Fields, read_json
+from hybridspec.values import shown
 
 __all__ = ["GdnConfig", "ModelConfig", "MoeConfig"]
 
@@ -138,30 +138,6 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Layers of the trunk, without the draft head."""
         return len(self.layer_kinds)
-
-    def pool_geometry(self, *, has_mtp: bool, max_verify_tokens: int = 8) -> PoolGeometry:
-        """Return the sizes of the memories that requests of this model need.
-
-        Args:
-            has_mtp: whether the draft head is run, which needs a KV layer of its own.
-            max_verify_tokens: most rows of one request in a step that verifies.
-        """
-        g = self.gdn
-        num_gdn_layers = self.layer_kinds.count("gdn")
-        conv_rows = g.conv_width - 1 + max_verify_tokens
-        return PoolGeometry(
-            num_gdn_layers=num_gdn_layers,
-            num_kv_layers=self.num_layers - num_gdn_layers + has_mtp,
-            num_key_heads=g.num_key_heads,
-            num_value_heads=g.num_value_heads,
-            key_dim=g.key_dim,
-            value_dim=g.value_dim,
-            conv_channels=g.conv_dim,
-            conv_width=g.conv_width,
-            num_kv_heads=self.num_kv_heads,
-            kv_head_dim=self.head_dim,
-            conv_ring_capacity=1 << (conv_rows - 1).bit_length(),
-        )
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:

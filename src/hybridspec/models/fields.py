@@ -7,17 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from hybridspec.errors import CheckpointError
+from hybridspec.values import shown
 
-__all__ = ["Fields", "read_json", "shown"]
+__all__ = ["Fields", "read_json"]
 
 _MAX_SIZE = 1 << 24  # of anything: no model has more, and tables of this many rows can be made
-_MAX_SHOWN = 200  # characters of a value in a message
-
-
-def shown(value: Any) -> str:
-    """Return a value as a message shows it: never longer than a line."""
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
 def read_json(file: Path) -> dict[str, Any]:

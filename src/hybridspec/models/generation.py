@@ -9,8 +9,9 @@ from typing import Any
 
 from hybridspec.config import SamplingParams
 from hybridspec.errors import CheckpointError, visible
-from hybridspec.models.fields import read_json, shown
+from hybridspec.models.fields import read_json
 from hybridspec.models.tokenizer import Tokenizer
+from hybridspec.values import shown
 
 __all__ = ["end_token_ids", "sampling_defaults"]
 
@@ -108,7 +109,10 @@ def _name_unread(file: str, names: tuple[str, ...]) -> None:
 
 
 def end_token_ids(
-    path: str | Path, ids: tuple[int, ...], tokenizer: Tokenizer | None
+    path: str | Path,
+    ids: tuple[int, ...],
+    tokenizer: Tokenizer | None,
+    tokenizer_path: str | Path,
 ) -> tuple[int, ...]:
     """Return the tokens that end a sequence.
 
@@ -118,13 +122,13 @@ def end_token_ids(
     Args:
         path: the model folder.
         ids: what the configuration files say.
-        tokenizer: the folder's.
+        tokenizer: what makes tokens of texts.
+        tokenizer_path: the folder that it comes from.
 
     Raises:
         CheckpointError: if a file is broken.
     """
-    folder = Path(path)
-    generation, config = folder / _FILE, folder / "tokenizer_config.json"
+    generation, config = Path(path) / _FILE, Path(tokenizer_path) / "tokenizer_config.json"
     if tokenizer is None or not config.is_file():
         return ids
     if generation.is_file() and read_json(generation).get("eos_token_id") is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +15,26 @@ from hybridspec.errors import CheckpointError
 from hybridspec.models.checkpoint import Checkpoint, OnProgress
 from hybridspec.models.config import ModelConfig
 from hybridspec.models.dummy import DummyCheckpoint
-from hybridspec.models.layers import DecoderLayer, GdnLayer, RmsNorm, RotaryTable
+from hybridspec.models.layers import (
+    AttentionLayer,
+    DecoderLayer,
+    GdnLayer,
+    Mixer,
+    RmsNorm,
+    Rotary,
+    Rows,
+)
 from hybridspec.models.mtp import MtpHead
 from hybridspec.models.weights import MTP_PREFIX, WeightReader, embedding_name
-from hybridspec.runtime.pools import Pools
-from hybridspec.runtime.step import Step
+from hybridspec.ops.verify_plan import Step
+from hybridspec.runtime import MemoryOptions, MemorySpecs
 
-__all__ = ["HybridModel", "load_model"]
+__all__ = ["HybridModel", "load_model", "memory_specs"]
+
+_MIXERS: dict[str, type[Mixer]] = {
+    "gdn": GdnLayer,
+    "attention": AttentionLayer,
+}  # by their names in the config
 
 # What a draft head's tensors mean depends on these, and shapes do not tell all of them.
 _MTP_FIELDS = ("num_attention_heads", "num_kv_heads", "head_dim", "rotary_dim")
@@ -50,7 +64,7 @@ class HybridModel:
     layers: tuple[DecoderLayer, ...]
     norm: RmsNorm
     head: Tensor
-    rotary: RotaryTable
+    rotary: Rotary
     num_parameters: int
     mtp: MtpHead | None
 
@@ -62,26 +76,26 @@ class HybridModel:
             mtp = replace(mtp, layer=mtp.layer.with_attention(**backends))
         return replace(self, layers=layers, mtp=mtp)
 
-    def forward(self, token_ids: Tensor, step: Step, pools: Pools) -> Tensor:
+    def memory_specs(self, options: MemoryOptions, *, has_head: bool = True) -> MemorySpecs:
+        """State the memories that requests need, the draft head's included if it is run."""
+        return memory_specs(self.config, options, has_head=has_head and self.mtp is not None)
+
+    def forward(self, step: Step, memories: Sequence[Any]) -> Tensor:
         """Run the trunk over packed rows and append them to the logs of their slots.
 
         Cursors are read, not moved: committing is the caller's.
 
         Args:
-            token_ids: [N] int64; in.
-            step: row layout of the batch.
-            pools: the memories; logs in-out, cursors in.
+            step: the rows, their tokens and their layout.
+            memories: one for each layer; logs in-out, cursors in.
 
         Returns:
             Hidden states after the final norm, [N, D], dtype of the model.
         """
-        page_table = pools.page_table
-        self.rotary.reserve(page_table.shape[1] * pools.page_size)
-        rotary = self.rotary.rows(step.positions)
-        x = F.embedding(token_ids, self.embedding)
-        for layer in self.layers:
-            pool_list = pools.gdn if isinstance(layer.mixer, GdnLayer) else pools.kv
-            x = layer.forward(x, rotary, step, pool_list[layer.pool_index], page_table)
+        rows = Rows(step, self.rotary.rows(step.positions))
+        x = F.embedding(step.token_ids, self.embedding)
+        for layer, memory in zip(self.layers, memories, strict=True):
+            x = layer.forward(x, rows, memory)
         return self.norm.forward(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -91,6 +105,21 @@ class HybridModel:
         """
         logits = F.linear(hidden, self.head)
         return logits if logits.dtype is torch.float64 else logits.float()
+
+
+def memory_specs(config: ModelConfig, options: MemoryOptions, *, has_head: bool) -> MemorySpecs:
+    """State the memories that requests of a model need, without its weights.
+
+    Args:
+        config: sizes of the model.
+        options: dtypes and lengths.
+        has_head: whether a draft head is run, which needs a memory of its own.
+    """
+    return MemorySpecs(
+        layers=tuple(_MIXERS[kind].memory_spec(config, options) for kind in config.layer_kinds),
+        head=AttentionLayer.memory_spec(config, options) if has_head else None,
+        options=options,
+    )
 
 
 def load_model(
@@ -146,9 +175,7 @@ def load_model(
         device=device,
         backend=backend,
     )
-    rotary = RotaryTable(
-        config.rotary_dim, config.rope_theta, dtype=reader.vector_dtype, device=device
-    )
+    rotary = Rotary(config.rotary_dim, config.rope_theta, dtype=reader.vector_dtype, device=device)
     embedding = reader.embedding()
     model = HybridModel(
         config=config,
@@ -168,7 +195,7 @@ def load_model(
     return replace(model, num_parameters=sum(source.num_parameters for source in sources))
 
 
-def _load_mtp(reader: WeightReader, embedding: Tensor, rotary: RotaryTable) -> MtpHead:
+def _load_mtp(reader: WeightReader, embedding: Tensor, rotary: Rotary) -> MtpHead:
     return MtpHead(
         embedding=embedding,
         layer=reader.mtp_layer(),

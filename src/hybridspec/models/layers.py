@@ -1,13 +1,15 @@
 """The layers of a hybrid decoder, written once for prefill and verification.
 
 Plain objects with a `forward`, because on a CPU the module machinery costs as much as a small
-matrix product. `Step.is_prefill` alone decides whether rows are stored or appended.
+matrix product. `Step.is_prefill` alone decides whether rows are stored or appended. Every mixer has
+the same form, so that another kind needs no change here: `forward(x, residual, rows, memory)`, and
+`memory_spec(config, options)`, which states the memory that it is given.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,19 +20,18 @@ from hybridspec.models.mlp import Mlp, MoeMlp
 from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention
 from hybridspec.ops.norms import widened
 from hybridspec.ops.rotary import norm_and_rotate
-from hybridspec.runtime.pools import GdnPool, KvPool
-from hybridspec.runtime.step import Step
+from hybridspec.ops.verify_plan import Step
+from hybridspec.runtime import GdnMemory, KvMemory, MemoryOptions, MemorySpec
 
 __all__ = [
     "AttentionLayer",
     "DecoderLayer",
     "GdnLayer",
+    "Mixer",
     "RmsNorm",
-    "RotaryRows",
-    "RotaryTable",
+    "Rotary",
+    "Rows",
 ]
-
-RotaryRows = tuple[Tensor, Tensor]
 
 
 class RmsNorm:
@@ -79,49 +80,62 @@ class RmsNorm:
         return wide.mul(self.scaled_weight).div_(length.hypot_(self._floor))
 
 
-class RotaryTable:
-    """Cosines and sines of the rotary embedding for the positions asked for so far.
+class Rotary:
+    """The rotary embedding's angles.
 
     The angle of pair i at position p is p * theta^(-2i / rotary_dim), in fp32; the pair consists of
-    dimensions i and i + rotary_dim / 2. Both halves are stored, the first sines negated, so that
-    rotating is x * cos + swapped_halves(x) * sin.
+    dimensions i and i + rotary_dim / 2. Both halves are computed, the first angles negated, so that
+    rotating is x * cos + swapped_halves(x) * sin. They are computed anew for each forward pass: to
+    look them up takes as long, and a table is as large as the longest sequence.
 
     Args:
         rotary_dim: number of rotated dimensions.
         theta: base of the frequencies.
-        dtype: dtype of the stored values, fp32 or fp64.
-        device: where the table lives.
+        dtype: dtype of the results, fp32 or fp64.
+        device: where they are computed.
     """
 
     def __init__(
         self, rotary_dim: int, theta: float, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.rotary_dim = rotary_dim
-        self.theta = theta
         self.dtype = dtype
-        self.device = device
-        self.num_positions = 0
-        self._cos = self._sin = torch.empty(0, 1, rotary_dim, dtype=dtype, device=device)
+        exponents = torch.arange(0, rotary_dim, 2, device=device).to(torch.float32)
+        frequencies = 1.0 / (theta ** (exponents / rotary_dim))
+        self.signed_frequencies = torch.cat((-frequencies, frequencies))
 
-    def reserve(self, num_positions: int) -> None:
-        """Make positions 0 .. num_positions - 1 available; cheap when they already are."""
-        if num_positions <= self.num_positions:
-            return
-        exponents = torch.arange(0, self.rotary_dim, 2, device=self.device).float()
-        inv_freq = 1.0 / (self.theta ** (exponents / self.rotary_dim))
-        positions = torch.arange(num_positions, device=self.device).float()
-        angles = positions[:, None, None] * inv_freq
-        cos, sin = angles.cos(), angles.sin()
-        self._cos = torch.cat((cos, cos), dim=-1).to(self.dtype)
-        self._sin = torch.cat((-sin, sin), dim=-1).to(self.dtype)
-        self.num_positions = num_positions
-
-    def rows(self, positions: Tensor) -> RotaryRows:
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return (cos, sin), each [N, 1, rotary_dim], of the rows' positions [N]."""
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        angles = positions.view(-1, 1, 1) * self.signed_frequencies
+        return widened(angles.cos(), self.dtype), widened(angles.sin(), self.dtype)
 
 
-def rotate_(x: Tensor, rotary: RotaryRows) -> None:
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one forward pass, as all its layers see them.
+
+    Attributes:
+        step: their layout.
+        rotary: cosines and sines of their positions, each [N, 1, rotary_dim].
+    """
+
+    step: Step
+    rotary: tuple[Tensor, Tensor]
+
+
+class Mixer(Protocol):
+    """A layer that mixes rows along their requests."""
+
+    @staticmethod
+    def memory_spec(config: ModelConfig, options: MemoryOptions) -> MemorySpec:
+        """State the memory of such a layer."""
+        ...
+
+    def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: Any) -> Tensor:
+        """Add rows [N, D], mixed along their requests, to others; appends to the memory's logs."""
+        ...
+
+
+def rotate_(x: Tensor, rotary: tuple[Tensor, Tensor]) -> None:
     """Rotate the leading dimensions of every head of `x` [N, heads, D], in place."""
     cos, sin = rotary
     rotated = x.narrow(-1, 0, cos.shape[-1])
@@ -153,49 +167,64 @@ class GdnLayer:
     out_weight: Tensor
     backend: str
 
-    def forward(self, x: Tensor, residual: Tensor, step: Step, pool: GdnPool) -> Tensor:
-        """Add rows [N, D], mixed along their requests, to others; appends to the logs in `pool`."""
-        g = self.config.gdn
+    @staticmethod
+    def memory_spec(config: ModelConfig, options: MemoryOptions) -> MemorySpec:
+        """State the memory of such a layer."""
+        g = config.gdn
+        return GdnMemory.spec(
+            options,
+            num_key_heads=g.num_key_heads,
+            num_value_heads=g.num_value_heads,
+            key_dim=g.key_dim,
+            value_dim=g.value_dim,
+            conv_width=g.conv_width,
+        )
+
+    def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: GdnMemory) -> Tensor:
+        """Add rows [N, D], mixed along their requests, to others; appends to the memory's logs."""
+        g, step = self.config.gdn, rows.step
         keys, values = (-1, g.num_key_heads, g.key_dim), (-1, g.num_value_heads, g.value_dim)
         q_size, v_size = keys[1] * keys[2], values[1] * values[2]
         # split_with_sizes and view have no Python layer above them, unlike split and unflatten.
         qkv, z, b, a = F.linear(x, self.in_weight).split_with_sizes(
             (g.conv_dim, v_size, g.num_value_heads, g.num_value_heads), -1
         )
-        q, k, v = self._convolve(qkv, step, pool).split_with_sizes((q_size, q_size, v_size), -1)
-        y = self._mix(q.view(keys), k.view(keys), v.view(values), a, b, step, pool)
+        q, k, v = self._convolve(qkv, step, memory).split_with_sizes((q_size, q_size, v_size), -1)
+        y = self._mix(q.view(keys), k.view(keys), v.view(values), a, b, step, memory)
         y = self.norm.forward_gated(y, z.view(values))
         return torch.addmm(residual, y.flatten(-2), self.out_weight.t())
 
-    def _convolve(self, qkv: Tensor, step: Step, pool: GdnPool) -> Tensor:
-        logs = (qkv, self.conv_weight, pool.conv_ring, step.seq_len, step.cu_seqlens, step.slots)
+    def _convolve(self, qkv: Tensor, step: Step, memory: GdnMemory) -> Tensor:
+        logs = (
+            qkv, self.conv_weight, memory.conv_ring, memory.seq_len, step.cu_seqlens, step.slots,
+        )  # fmt: skip
         if step.is_prefill:
             return causal_conv1d.prefill(
-                *logs, max_seqlen=step.max_rows, activation="silu", backend=self.backend
+                *logs, max_seqlen=step.max_seqlen, activation="silu", backend=self.backend
             )
         return causal_conv1d.verify(
-            *logs, max_verify_tokens=step.max_rows, activation="silu", backend=self.backend
+            *logs, max_verify_tokens=step.max_seqlen, activation="silu", backend=self.backend
         )
 
     def _mix(
-        self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, step: Step, pool: GdnPool
+        self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, step: Step, memory: GdnMemory
     ) -> Tensor:
         rows = (q, k, v, a, b, self.A_log, self.dt_bias)
-        logs = (pool.state, pool.ring, step.cu_seqlens, step.slots)
+        logs = (memory.state, memory.ring, step.cu_seqlens, step.slots)
         if step.is_prefill:
             return gated_delta_rule.prefill(
                 *rows,
                 *logs,
-                max_seqlen=step.max_rows,
-                state_scale=pool.state_scale,
+                max_seqlen=step.max_seqlen,
+                state_scale=memory.state_scale,
                 backend=self.backend,
             )
         return gated_delta_rule.verify(
             *rows,
             *logs,
-            max_verify_tokens=step.max_rows,
+            max_verify_tokens=step.max_seqlen,
             is_fold=step.is_fold,
-            state_scale=pool.state_scale,
+            state_scale=memory.state_scale,
             backend=self.backend,
         )
 
@@ -219,38 +248,38 @@ class AttentionLayer:
     verify_backend: str
     prefill_backend: str
 
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        rotary: RotaryRows,
-        step: Step,
-        pool: KvPool,
-        page_table: Tensor,
-    ) -> Tensor:
+    @staticmethod
+    def memory_spec(config: ModelConfig, options: MemoryOptions) -> MemorySpec:
+        """State the memory of such a layer."""
+        return KvMemory.spec(options, num_heads=config.num_kv_heads, head_dim=config.head_dim)
+
+    def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: KvMemory) -> Tensor:
         """Add what rows [N, D] find in their requests' pages to others; appends there first."""
-        c = self.config
+        c, step = self.config, rows.step
         q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_kv_heads * c.head_dim
         qk, v, gate = F.linear(x, self.in_weight).split_with_sizes(
             (q_size + kv_size, kv_size, q_size), -1
         )
-        q, k = self._norm_and_rotate(qk, rotary).split_with_sizes(
+        q, k = self._norm_and_rotate(qk, rows.rotary).split_with_sizes(
             (c.num_attention_heads, c.num_kv_heads), 1
         )
         v = v.view(-1, c.num_kv_heads, c.head_dim)
-        logs = (pool.k_pages, pool.v_pages, page_table, step.seq_len, step.cu_seqlens, step.slots)
+        logs = (
+            memory.k_pages, memory.v_pages, memory.page_table, memory.seq_len, step.cu_seqlens,
+            step.slots,
+        )  # fmt: skip
         if step.is_prefill:
             y = paged_attention.prefill(
-                q, k, v, *logs, max_seqlen=step.max_rows, backend=self.prefill_backend
+                q, k, v, *logs, max_seqlen=step.max_seqlen, backend=self.prefill_backend
             )
         else:
             y = paged_attention.verify(
-                q, k, v, *logs, max_verify_tokens=step.max_rows, backend=self.verify_backend
+                q, k, v, *logs, max_verify_tokens=step.max_seqlen, backend=self.verify_backend
             )
         y = y.flatten(-2).mul_(gate.sigmoid())
         return torch.addmm(residual, y, self.out_weight.t())
 
-    def _norm_and_rotate(self, qk: Tensor, rotary: RotaryRows) -> Tensor:
+    def _norm_and_rotate(self, qk: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         weight = self.qk_norm.weight
         heads = qk.view(-1, *weight.shape)
         if qk.is_cuda:
@@ -269,14 +298,12 @@ class DecoderLayer:
         mixer: the layer that mixes rows along a request.
         mlp: the layer that acts on each row.
         mixer_norm, mlp_norm: norms in front of them.
-        pool_index: which of `Pools.gdn` or `Pools.kv` is this layer's.
     """
 
-    mixer: GdnLayer | AttentionLayer
+    mixer: Mixer
     mlp: Mlp | MoeMlp
     mixer_norm: RmsNorm
     mlp_norm: RmsNorm
-    pool_index: int
 
     def with_attention(self, *, verify_backend: str, prefill_backend: str) -> Self:
         """Return the same block, with other implementations of attention if it attends."""
@@ -285,20 +312,7 @@ class DecoderLayer:
         mixer = replace(self.mixer, verify_backend=verify_backend, prefill_backend=prefill_backend)
         return replace(self, mixer=mixer)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: RotaryRows,
-        step: Step,
-        pool: GdnPool | KvPool,
-        page_table: Tensor,
-    ) -> Tensor:
-        """Return the residual stream after this layer, [N, D]; appends to the logs in `pool`."""
-        normed = self.mixer_norm.forward(x)
-        if isinstance(self.mixer, GdnLayer):
-            assert isinstance(pool, GdnPool)
-            x = self.mixer.forward(normed, x, step, pool)
-        else:
-            assert isinstance(pool, KvPool)
-            x = self.mixer.forward(normed, x, rotary, step, pool, page_table)
+    def forward(self, x: Tensor, rows: Rows, memory: Any) -> Tensor:
+        """Return the residual stream after this layer, [N, D]; appends to the memory's logs."""
+        x = self.mixer.forward(self.mixer_norm.forward(x), x, rows, memory)
         return self.mlp.forward(self.mlp_norm.forward(x), x)

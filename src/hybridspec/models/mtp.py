@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridspec.models.layers import DecoderLayer, RmsNorm, RotaryTable
-from hybridspec.runtime.pools import KvPool
-from hybridspec.runtime.step import Step
+from hybridspec.models.layers import DecoderLayer, RmsNorm, Rotary, Rows
+from hybridspec.ops.verify_plan import Step
+from hybridspec.runtime import KvMemory
 
 __all__ = ["MtpHead"]
 
@@ -30,7 +30,7 @@ class MtpHead:
         in_weight: projection of [embedding | hidden], [D, 2 D].
         layer: the attention layer.
         norm: the norm behind it.
-        rotary: the target's rotary table.
+        rotary: the target's rotary embedding.
     """
 
     embedding: Tensor
@@ -39,11 +39,9 @@ class MtpHead:
     in_weight: Tensor
     layer: DecoderLayer
     norm: RmsNorm
-    rotary: RotaryTable
+    rotary: Rotary
 
-    def forward(
-        self, token_ids: Tensor, hidden: Tensor, step: Step, kv_pool: KvPool, page_table: Tensor
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, hidden: Tensor, step: Step, memory: KvMemory) -> Tensor:
         """Run the head over rows and append their keys and values to its own pages.
 
         out = norm(layer(W [norm_e(embed(token)) | norm_h(hidden)]))
@@ -52,17 +50,14 @@ class MtpHead:
             token_ids: the token after each row's position, [N] int64; in.
             hidden: the target's hidden states after its final norm, or this head's own output for
                 a row that drafts on, [N, D]; in.
-            step: row layout; `step.seq_len` is the head's own cursor.
-            kv_pool: pages of the head's layer; in-out.
-            page_table: [S, max_pages] int32; in.
+            step: row layout; its own tokens are not looked at.
+            memory: the head's; its pages in-out, its cursor in.
 
         Returns:
             Hidden states after the head's norm, [N, D]: input of the LM head and of the next draft.
         """
-        self.rotary.reserve(page_table.shape[1] * kv_pool.k_pages.shape[1])
         embedded = self.embedding_norm.forward(F.embedding(token_ids, self.embedding))
         x = torch.cat((embedded, self.hidden_norm.forward(hidden)), dim=-1)
         x = F.linear(x, self.in_weight)
-        rotary = self.rotary.rows(step.positions)
-        x = self.layer.forward(x, rotary, step, kv_pool, page_table)
+        x = self.layer.forward(x, Rows(step, self.rotary.rows(step.positions)), memory)
         return self.norm.forward(x)

@@ -55,9 +55,6 @@ class WeightReader:
     dtype: torch.dtype
     device: torch.device
     backend: str
-    _num_pools: dict[str, int] = field(
-        init=False, default_factory=lambda: {"gdn": 0, "attention": 0}
-    )
     # One for all blocks: what is allocated and freed between tensors that stay leaves holes.
     _scratch: Tensor = field(init=False, default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
@@ -98,7 +95,7 @@ class WeightReader:
         return self._norm(f"{_trunk_prefix(self.checkpoint)}norm.weight", self.config.hidden_size)
 
     def trunk_layer(self, index: int) -> DecoderLayer:
-        """Return layer `index` of the trunk; layers must be asked for in order."""
+        """Return layer `index` of the trunk."""
         moe = self.config.moe
         return self._layer(
             f"{_trunk_prefix(self.checkpoint)}layers.{index}.",
@@ -107,7 +104,7 @@ class WeightReader:
         )
 
     def mtp_layer(self) -> DecoderLayer:
-        """Return the draft head's attention layer; asked for after the trunk's."""
+        """Return the draft head's attention layer."""
         prefix = f"{MTP_PREFIX}layers.0."
         is_plain = self.mtp_checkpoint.has(f"{prefix}mlp.gate_proj.weight")
         return self._layer(
@@ -186,8 +183,6 @@ class WeightReader:
 
     def _layer(self, prefix: str, kind: str, *, has_experts: bool) -> DecoderLayer:
         size = self.config.hidden_size
-        pool_index = self._num_pools[kind]
-        self._num_pools[kind] += 1
         mlp = f"{prefix}mlp."
         return DecoderLayer(
             mixer=self._gdn(f"{prefix}linear_attn.")
@@ -196,7 +191,6 @@ class WeightReader:
             mlp=self._moe(mlp) if has_experts else self._mlp(mlp, self.config.ffn_size),
             mixer_norm=self._norm(f"{prefix}input_layernorm.weight", size),
             mlp_norm=self._norm(f"{prefix}post_attention_layernorm.weight", size),
-            pool_index=pool_index,
         )
 
     def _mlp(self, prefix: str, ffn_size: int) -> Mlp:

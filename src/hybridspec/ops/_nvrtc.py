@@ -1,7 +1,8 @@
 """CUDA C++ kernels of the package, compiled for the device when they are first needed.
 
 Needs the packages cuda-bindings and nvidia-cuda-nvrtc, which CUDA builds of torch bring; no
-compiler has to be installed. Nothing is imported before a kernel is asked for.
+compiler has to be installed. Nothing is imported before a kernel is asked for. What was compiled is
+kept on disk (`_kernel_cache`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 
 import torch
 
+from hybridspec.ops import _kernel_cache
+
 __all__ = ["SOURCES", "Kernel", "explain_compiler", "load_kernel"]
 
 SOURCES = Path(__file__).parent
-_HEADER = SOURCES / "cuda" / "primitives.cuh"
 
 
 @functools.cache
@@ -90,22 +92,43 @@ def load_kernel(
 
 @functools.cache
 def _compiled(source: str, defines: tuple[tuple[str, object], ...], target: str) -> bytes:
-    from cuda.bindings import nvrtc
-
-    program = _checked(
-        nvrtc.nvrtcCreateProgram(
-            (SOURCES / source).read_bytes(), source.encode(), 1, [_HEADER.read_bytes()],
-            [_HEADER.name.encode()],
-        )
-    )  # fmt: skip
     options = [f"--gpu-architecture={target}", "--std=c++17"]
     options += [f"--define-macro={name}={value}" for name, value in defines]
+    files = _files_of(source)
+    named = [part for name, text in files.items() for part in (name.encode(), text)]
+    key = _kernel_cache.digest_of(_compiler_version(), " ".join(options).encode(), *named)
+    return _kernel_cache.cached(key, lambda: _compile(source, files, options))
+
+
+def _compiler_version() -> bytes:
+    from cuda.bindings import nvrtc
+
+    major, minor = _checked(nvrtc.nvrtcVersion())
+    return f"NVRTC {major}.{minor}".encode()
+
+
+def _files_of(source: str) -> dict[str, bytes]:
+    """Read a kernel and every header that it can include, by the names it includes them by."""
+    headers = [*(SOURCES / "cuda").glob("*.cuh"), *(SOURCES / source).parent.glob("*.cuh")]
+    files = {source: (SOURCES / source).read_bytes()}
+    return files | {header.name: header.read_bytes() for header in sorted(headers)}
+
+
+def _compile(source: str, files: dict[str, bytes], options: list[str]) -> bytes:
+    from cuda.bindings import nvrtc
+
+    headers = {name.encode(): text for name, text in files.items() if name != source}
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(
+            files[source], source.encode(), len(headers), list(headers.values()), list(headers)
+        )
+    )
     encoded = [option.encode() for option in options]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
     if status.value:
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
         _checked(nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"{source} does not compile for {target}:\n{log.decode()}")
+        raise RuntimeError(f"{source} does not compile with {' '.join(options)}:\n{log.decode()}")
     cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
     _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
     return cubin
@@ -116,4 +139,4 @@ def _checked(result: tuple[Any, ...]) -> Any:
     status, *values = result
     if status.value:
         raise RuntimeError(f"CUDA: {status.name}")
-    return values[0] if values else None
+    return values[0] if len(values) == 1 else values

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from hybridspec.runtime.pools import GdnPool, KvPool, PoolGeometry, Pools
+from hybridspec.runtime.memory import GdnMemory, KvMemory, MemoryOptions, MemorySpec, MemorySpecs
+from hybridspec.runtime.pools import Pools
 from hybridspec.runtime.slots import Allocator
-from hybridspec.runtime.step import Step
 
-__all__ = ["Allocator", "GdnPool", "KvPool", "PoolGeometry", "Pools", "Step"]
+__all__ = [
+    "Allocator",
+    "GdnMemory",
+    "KvMemory",
+    "MemoryOptions",
+    "MemorySpec",
+    "MemorySpecs",
+    "Pools",
+]

@@ -1,4 +1,4 @@
-"""The memories of all requests, one pool per kind and layer, indexed by slot or by page.
+"""The memories of all requests, one pool per layer, indexed by slot or by page.
 
 Every memory is an append-only log with a cursor. Nothing here is ever copied to speculate: rows
 past a cursor are dead and the next append overwrites them. Pools grow only when a request is
@@ -7,164 +7,93 @@ admitted, never inside a decode step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from hybridspec.ops.gated_delta_rule import RingView
-from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
+from hybridspec.runtime.memory import TOKEN_DTYPE, Cursors, KvMemory, MemorySpecs
 
-__all__ = ["GdnPool", "KvPool", "PoolGeometry", "Pools"]
+__all__ = ["Pools"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolGeometry:
-    """Sizes of a model's memories.
-
-    Attributes:
-        num_gdn_layers: GDN layers of the target model.
-        num_kv_layers: attention layers, the draft head's last.
-        num_key_heads, num_value_heads, key_dim, value_dim: H, HV, K, V of a GDN layer.
-        conv_channels, conv_width: channels and taps of the causal convolution.
-        num_kv_heads, kv_head_dim: heads and head size of the KV cache.
-        ring_capacity: R, rows of the ring, a power of two.
-        max_window: W, most live rows of the ring.
-        conv_ring_capacity: rows of the ring of raw convolution inputs, a power of two.
-    """
-
-    num_gdn_layers: int
-    num_kv_layers: int
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_channels: int
-    conv_width: int
-    num_kv_heads: int
-    kv_head_dim: int
-    ring_capacity: int = 32
-    max_window: int = 16
-    conv_ring_capacity: int = 16
-
-    def state_bytes(self, state_dtype: torch.dtype) -> int:
-        """Bytes of one request's recurrent states, all layers: what one snapshot would copy."""
-        rows = self.num_gdn_layers * self.num_value_heads * self.value_dim
-        scales = 0
-        if state_dtype == torch.int8:
-            scales = self.key_dim // GROUP_SIZE * SCALE_DTYPE.itemsize
-        return rows * (self.key_dim * state_dtype.itemsize + scales)
-
-    def ring_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one request's rings of (u, k, cumulative log-decay), all layers."""
-        row = (self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim) * (
-            dtype.itemsize
-        ) + self.num_value_heads * 4
-        return self.num_gdn_layers * self.ring_capacity * row
-
-    def conv_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one request's rings of raw convolution inputs, all layers."""
-        return self.num_gdn_layers * self.conv_ring_capacity * self.conv_channels * dtype.itemsize
-
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values that one token adds, all attention layers."""
-        return self.num_kv_layers * 2 * self.num_kv_heads * self.kv_head_dim * dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GdnPool:
-    """Memories of one GDN layer: state [S, HV, V, K], its ring, conv_ring [S, R_conv, C].
-
-    An int8 state has factors, state_scale [S, HV, V, K / 32].
-    """
-
-    state: Tensor
-    state_scale: Tensor | None
-    ring: RingView
-    conv_ring: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvPool:
-    """Pages of one attention layer: k_pages and v_pages [P, page_size, Hkv, D]."""
-
-    k_pages: Tensor
-    v_pages: Tensor
+_Memory = TypeVar("_Memory")
 
 
 class Pools:
     """All memories of all requests on one device.
 
     Attributes:
-        gdn: one GdnPool per GDN layer.
-        kv: one KvPool per attention layer, the draft head's last.
+        specs: what the model's layers keep.
         page_table: [S, max_pages] int32, physical page of each logical page; -1 where unused.
         seq_len, ring_start, history_len: [S] int32, the cursors that all layers share.
+        token_pages: [P, page_size] int32, the log of token ids, beside the keys.
     """
 
     def __init__(
         self,
-        geometry: PoolGeometry,
+        specs: MemorySpecs,
         *,
         num_slots: int,
         num_pages: int,
         page_size: int,
         max_pages_per_slot: int,
-        dtype: torch.dtype,
-        state_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.geometry = geometry
+        self.specs = specs
         self.page_size = page_size
-        self.dtype = dtype
-        self.state_dtype = state_dtype
         self.device = device
-        g = geometry
 
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
-
-        def state_scale() -> Tensor | None:
-            shape = (num_slots, g.num_value_heads, g.value_dim, g.key_dim // GROUP_SIZE)
-            return zeros(*shape, dtype=SCALE_DTYPE) if state_dtype == torch.int8 else None
 
         self.page_table = torch.full(
             (num_slots, max_pages_per_slot), -1, dtype=torch.int32, device=device
         )
-        self.seq_len = zeros(num_slots, dtype=torch.int32)
-        self.ring_start = zeros(num_slots, dtype=torch.int32)
-        self.history_len = zeros(num_slots, dtype=torch.int32)
-        self.gdn = [
-            GdnPool(
-                state=zeros(
-                    num_slots, g.num_value_heads, g.value_dim, g.key_dim, dtype=state_dtype
-                ),
-                state_scale=state_scale(),
-                ring=self._ring(
-                    zeros(num_slots, g.num_key_heads, g.ring_capacity, g.key_dim, dtype=dtype),
-                    zeros(num_slots, g.num_value_heads, g.ring_capacity, g.value_dim, dtype=dtype),
-                    zeros(num_slots, g.num_value_heads, g.ring_capacity, dtype=torch.float32),
-                ),
-                conv_ring=zeros(num_slots, g.conv_ring_capacity, g.conv_channels, dtype=dtype),
-            )
-            for _ in range(g.num_gdn_layers)
+        self.seq_len = zeros(num_slots)
+        self.ring_start = zeros(num_slots)
+        self.history_len = zeros(num_slots)
+        self.token_pages = zeros(num_pages, page_size, dtype=TOKEN_DTYPE)
+        # Tensors of each layer by name, the head's last; and the views that layers are given.
+        self._slot_tensors = [
+            {name: zeros(num_slots, *t.shape, dtype=t.dtype) for name, t in spec.per_slot.items()}
+            for spec in specs.all()
         ]
-        page_shape = (num_pages, page_size, g.num_kv_heads, g.kv_head_dim)
-        self.kv = [
-            KvPool(k_pages=zeros(*page_shape, dtype=dtype), v_pages=zeros(*page_shape, dtype=dtype))
-            for _ in range(g.num_kv_layers)
+        self._page_tensors = [
+            {
+                name: zeros(num_pages, page_size, *t.shape, dtype=t.dtype)
+                for name, t in spec.per_token.items()
+            }
+            for spec in specs.all()
         ]
+        self._memories: list[Any] = [None] * len(self._slot_tensors)
+        for i in range(len(self._memories)):
+            self._view(i)
 
-    def _ring(self, k: Tensor, u: Tensor, cum_log_decay: Tensor) -> RingView:
-        return RingView(
-            k=k,
-            u=u,
-            cum_log_decay=cum_log_decay,
+    def _view(self, index: int) -> None:
+        """Make the view of a layer's memory anew, over the tensors and cursors of now."""
+        cursors = Cursors(
+            seq_len=self.seq_len,
             ring_start=self.ring_start,
             history_len=self.history_len,
-            max_window=self.geometry.max_window,
+            page_table=self.page_table,
+            max_window=self.specs.options.max_window,
         )
+        tensors = self._slot_tensors[index] | self._page_tensors[index]
+        self._memories[index] = self.specs.all()[index].view(tensors, cursors)
+
+    @property
+    def memories(self) -> tuple[Any, ...]:
+        """The memory of each layer of the trunk, in order; valid until the pools grow."""
+        return tuple(self._memories[: len(self.specs.layers)])
+
+    @property
+    def head_memory(self) -> KvMemory | None:
+        """The draft head's memory, None where there is none; valid until the pools grow."""
+        return None if self.specs.head is None else self._memories[-1]
+
+    def of_kind(self, kind: type[_Memory]) -> list[_Memory]:
+        """List the memories of one kind, the draft head's last."""
+        return [memory for memory in self._memories if isinstance(memory, kind)]
 
     @property
     def num_slots(self) -> int:
@@ -172,29 +101,20 @@ class Pools:
 
     @property
     def num_pages(self) -> int:
-        return self.kv[0].k_pages.shape[0] if self.kv else 0
+        return self.token_pages.shape[0]
 
     def slot_tensors(self) -> list[Tensor]:
         """Every tensor whose first dimension is the slot: what copy and reset act on."""
-        tensors = [self.seq_len, self.ring_start, self.history_len]
-        for pool in self.gdn:
-            ring = pool.ring
-            tensors += [pool.state, ring.k, ring.u, ring.cum_log_decay, pool.conv_ring]
-            if pool.state_scale is not None:
-                tensors.append(pool.state_scale)
-        return tensors
+        cursors = [self.seq_len, self.ring_start, self.history_len]
+        return cursors + [t for tensors in self._slot_tensors for t in tensors.values()]
 
     def slot_bytes(self) -> int:
         """Bytes of one slot: states, rings and cursors, without pages."""
-        g = self.geometry
-        fixed = (
-            g.state_bytes(self.state_dtype) + g.ring_bytes(self.dtype) + g.conv_bytes(self.dtype)
-        )
-        return fixed + 4 * (3 + self.page_table.shape[1])
+        return self.specs.request_bytes() + 4 * (3 + self.page_table.shape[1])
 
     def page_bytes(self) -> int:
-        """Bytes of one page of keys and values over all attention layers."""
-        return self.page_size * self.geometry.kv_bytes_per_token(self.dtype)
+        """Bytes of one page over all layers, token ids included."""
+        return self.page_size * self.specs.token_bytes()
 
     def grow_slots(self, num_slots: int) -> Self:
         """Enlarge every slot-indexed pool, keeping what is there, also if memory runs out."""
@@ -211,21 +131,10 @@ class Pools:
         self.seq_len = _resized(self.seq_len, num_slots)
         self.ring_start = _resized(self.ring_start, num_slots)
         self.history_len = _resized(self.history_len, num_slots)
-        for i, pool in enumerate(self.gdn):  # layer by layer, so that the peak is one layer's copy
-            ring, scale = pool.ring, pool.state_scale
-            self.gdn[i] = GdnPool(
-                state=_resized(pool.state, num_slots),
-                state_scale=scale if scale is None else _resized(scale, num_slots),
-                ring=self._ring(
-                    _resized(ring.k, num_slots),
-                    _resized(ring.u, num_slots),
-                    _resized(ring.cum_log_decay, num_slots),
-                ),
-                conv_ring=_resized(pool.conv_ring, num_slots),
-            )
+        self._resize(self._slot_tensors, num_slots)
 
     def grow_pages(self, num_pages: int) -> Self:
-        """Enlarge the KV pools, keeping what is there, also if memory runs out."""
+        """Enlarge every page-indexed pool, keeping what is there, also if memory runs out."""
         old = self.num_pages
         try:
             self._resize_pages(num_pages)
@@ -235,11 +144,15 @@ class Pools:
         return self
 
     def _resize_pages(self, num_pages: int) -> None:
-        for i, pool in enumerate(self.kv):
-            self.kv[i] = KvPool(
-                k_pages=_resized(pool.k_pages, num_pages),
-                v_pages=_resized(pool.v_pages, num_pages),
-            )
+        self.token_pages = _resized(self.token_pages, num_pages)
+        self._resize(self._page_tensors, num_pages)
+
+    def _resize(self, layers: list[dict[str, Tensor]], size: int) -> None:
+        # Layer by layer, views included, so that the peak is one layer's copy.
+        for i, tensors in enumerate(layers):
+            layers[i] = {name: _resized(tensor, size) for name, tensor in tensors.items()}
+            del tensors
+            self._view(i)
 
 
 def _resized(tensor: Tensor, size: int, *, fill: int = 0) -> Tensor:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from hybridspec.errors import CapacityError
-from hybridspec.ops.gated_delta_rule import reset_slots
+from hybridspec.ops.ring import reset_slots
+from hybridspec.runtime.memory import KvMemory
 from hybridspec.runtime.pools import Pools
 
 __all__ = ["Allocator"]
@@ -87,8 +88,8 @@ class Allocator:
         reset_slots(pools.slot_tensors(), slots)
         if self.has_clean_values:
             pages_of_slot = pools.page_table[slot, :pages].to(torch.int64)
-            for pool in pools.kv:
-                pool.v_pages.index_fill_(0, pages_of_slot, 0.0)
+            for memory in pools.of_kind(KvMemory):
+                memory.v_pages.index_fill_(0, pages_of_slot, 0.0)
         # Last, so that nothing is lost where the above is interrupted.
         self._pages[slot] = mine
         self._free_slots.pop()

@@ -9,7 +9,7 @@ from hybridspec.speculate.logprobs import Logprob, TokenLogprobs, report_logprob
 from hybridspec.speculate.lookup import LookupDrafter
 from hybridspec.speculate.penalties import LogitEdits, edit_logits
 from hybridspec.speculate.plan import plan_drafts
-from hybridspec.speculate.verify import Verified, commit_rows, layout_rows, verify_drafts
+from hybridspec.speculate.verify import Verified, commit_rows, verify_drafts
 
 __all__ = [
     "NO_TOKEN",
@@ -27,7 +27,6 @@ __all__ = [
     "choose_tokens",
     "commit_rows",
     "edit_logits",
-    "layout_rows",
     "plan_drafts",
     "report_logprobs",
     "verify_drafts",

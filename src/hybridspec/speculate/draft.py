@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hybridspec.models import HybridModel
-from hybridspec.runtime import Pools, Step
+from hybridspec.ops.verify_plan import Step
+from hybridspec.runtime import KvMemory, Pools
 from hybridspec.speculate.choose import ChoiceRule, choose_tokens
-from hybridspec.speculate.verify import layout_rows
 
 __all__ = ["Draft", "Drafter", "MtpDrafter"]
 
@@ -66,7 +66,7 @@ class MtpDrafter:
 
     Attributes:
         model: the target model, which owns the head, the embedding and the LM head.
-        pools: the memories; the head's pages are the last KV pool.
+        pools: the memories, the head's among them.
     """
 
     def __init__(self, model: HybridModel, pools: Pools) -> None:
@@ -79,12 +79,12 @@ class MtpDrafter:
         Args:
             next_tokens: the token after each row, [N] int64.
             hidden: the target's hidden states after its final norm, [N, D].
-            step: layout of the rows; its seq_len is the cursor *before* these rows.
+            step: layout of the rows; the memory's cursor stands *before* them.
 
         Returns:
             The head's hidden states [N, D].
         """
-        return self._run(next_tokens, hidden, step)
+        return self._run(next_tokens, hidden, step, self._memory)
 
     def propose(
         self,
@@ -114,7 +114,7 @@ class MtpDrafter:
         if not active:
             return drafts
         hidden = last_hidden if len(active) == len(slots) else last_hidden[active]
-        cursor = self.pools.seq_len.clone()
+        memory = replace(self._memory, seq_len=self.pools.seq_len.clone())
         while True:
             done = len(drafts[active[0]].tokens)
             logits = self.model.logits(hidden)
@@ -137,17 +137,23 @@ class MtpDrafter:
             if len(keep) < len(active):
                 hidden, tokens = hidden[keep], tokens[keep]
                 active = [active[i] for i in keep]
-            step = layout_rows(
+            step = Step.of_rows(
                 [slots[b] for b in active],
                 [1] * len(active),
                 [starts[b] + done for b in active],
-                cursor,
+                tokens,
                 is_prefill=False,
             )
-            hidden = self._run(tokens, hidden, step)
-            cursor += 1
+            hidden = self._run(tokens, hidden, step, memory)
+            memory.seq_len.add_(1)
 
-    def _run(self, tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
+    @property
+    def _memory(self) -> KvMemory:
+        memory = self.pools.head_memory
+        assert memory is not None
+        return memory
+
+    def _run(self, tokens: Tensor, hidden: Tensor, step: Step, memory: KvMemory) -> Tensor:
         head = self.model.mtp
         assert head is not None
-        return head.forward(tokens, hidden, step, self.pools.kv[-1], self.pools.page_table)
+        return head.forward(tokens, hidden, step, memory)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hybridspec.runtime import Step
+from hybridspec.ops.verify_plan import Step
 from hybridspec.speculate.choose import ChoiceRule
 from hybridspec.speculate.draft import Draft
 

@@ -39,7 +39,8 @@ def load_kernel(
 ) -> CpuKernel:
     """Stand in for the function of this name in `hybridspec.ops._nvrtc`."""
     macros = [f"-D{key}={value}" for key, value in defines]
-    files = [HERE / "primitives.cuh", HERE / f"run_{name}.cpp", SOURCES / source]
+    headers = sorted((SOURCES / source).parent.glob("*.cuh"))
+    files = [HERE / "primitives.cuh", HERE / f"run_{name}.cpp", SOURCES / source, *headers]
     key = hashlib.sha256("".join([*macros, *(file.read_text() for file in files)]).encode())
     library = Path(tempfile.gettempdir()) / f"hybridspec-{name}-{key.hexdigest()[:16]}.so"
     if not library.exists():

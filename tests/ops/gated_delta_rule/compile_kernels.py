@@ -16,7 +16,8 @@ from helpers.triton_resources import compiled
 from hybridspec.ops._triton_support import compiler_version
 from hybridspec.ops.causal_conv1d import triton_prefill as conv_prefill
 from hybridspec.ops.causal_conv1d import triton_verify as conv
-from hybridspec.ops.gated_delta_rule import launch, triton_fold, triton_slots, triton_verify
+from hybridspec.ops.gated_delta_rule import launch, triton_fold, triton_verify
+from hybridspec.ops.ring import triton_copies, triton_cursors
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {BF16: "bf16", F16: "fp16", F32: "fp32"}
@@ -94,11 +95,11 @@ def small_variants():
             pointers | {"ring_decay_ptr": F32},
             4 if ring == F32 else 1,
         )
-    yield triton_slots.commit_kernel, {"RING": 32, "BLOCK": 128}, {}, 4
-    yield triton_slots.decide_folds_kernel, {"BLOCK": 128}, {}, 4
+    yield triton_cursors.commit_kernel, {"RING": 32, "BLOCK": 128}, {}, 4
+    yield triton_cursors.decide_folds_kernel, {"BLOCK": 128}, {}, 4
     pools = {"pool_ptr": BF16, "values_ptr": BF16}
-    yield triton_slots.write_slots_kernel, {"BLOCK": 1024}, pools, 4
-    yield triton_slots.reset_slots_kernel, {"BLOCK": 1024}, pools, 4
+    yield triton_copies.write_slots_kernel, {"BLOCK": 1024}, pools, 4
+    yield triton_copies.reset_slots_kernel, {"BLOCK": 1024}, pools, 4
     constants = {"D": 12288, "RING": 16, "WIDTH": 4, "BLOCK_D": 256, "IS_SILU": True}
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "conv_ring_ptr", "out_ptr"), BF16)
     yield conv.verify_kernel, constants | {"TOKENS": 8, "bias_ptr": None}, pointers, 2

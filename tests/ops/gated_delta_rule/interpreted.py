@@ -7,11 +7,12 @@ import itertools
 import pytest
 import torch
 
-from helpers.gdn_cases import Case, Dtypes, Geometry, Pools, VerifyCall, assert_same_bits
+from helpers.gdn_cases import Case, Dtypes, Geometry, VerifyCall, assert_same_bits
 from helpers.gdn_kernel_cases import KERNEL_CASES, SMALL
 from helpers.gdn_sessions import Session
+from helpers.ring_cases import compare_backends
 from hybridspec.ops import gated_delta_rule
-from hybridspec.ops.gated_delta_rule import launch, launch_slots
+from hybridspec.ops.gated_delta_rule import launch
 
 # Decays that are selected away may overflow; the interpreter's NumPy says so.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
@@ -68,32 +69,6 @@ def test_sessions_of_verify_commit_and_fold(dtype: torch.dtype) -> None:
     assert session.coverage["fold"] > 1 and session.coverage["reject"] > 4
 
 
-def filled_pools(seed: int = 0) -> Pools:
-    pools = Pools.create(Geometry(2, 4, 32, 48), Dtypes(F32, F32, F32), is_strided=True)
-    generator = torch.Generator().manual_seed(seed)
-    for slot, (start, history) in enumerate(((30, 5), (0, 16), (9, 1), (31, 12), (4, 0))):
-        pools.fill_slot(slot, start, history, generator)
-    return pools
-
-
-def both(run) -> None:
-    """Run on two equal sets of pools, kernel and reference; what is written must agree.
-
-    Nothing around the pools may change, which is where a kernel would find slot -1.
-    """
-    found = []
-    for backend in ("triton", "reference"):
-        pools = filled_pools()
-        around = pools.surroundings()
-        run(pools, backend)
-        for actual, old in zip(pools.surroundings(), around, strict=True):
-            assert_same_bits(actual, old)
-        assert len(around) == len(pools.tensors())
-        found.append(pools.tensors())
-    for actual, expected in zip(*found, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
-
-
 def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -101,7 +76,7 @@ def int32(*values: int) -> torch.Tensor:
 def test_fold() -> None:
     marks = torch.tensor([1, 0, 1, 1, 1], dtype=torch.int8)
     slots = int32(3, 1, 0, -1, 4)
-    both(
+    compare_backends(
         lambda pools, backend: gated_delta_rule.fold(
             pools.state, pools.ring, slots, is_fold=marks, backend=backend
         )
@@ -109,7 +84,7 @@ def test_fold() -> None:
 
 
 def test_materialize() -> None:
-    both(
+    compare_backends(
         lambda pools, backend: gated_delta_rule.materialize(
             pools.state,
             pools.ring,
@@ -119,62 +94,6 @@ def test_materialize() -> None:
             backend=backend,
         )
     )
-
-
-def test_commit() -> None:
-    marks = torch.tensor([1, 0, 1, 0, 1], dtype=torch.int8)
-    arguments = (int32(3, 1, -1, 0, 2), marks, int32(4, 3, 2, 8, 0), int32(3, -1, 2, 99, 5))
-
-    def run(pools: Pools, backend: str) -> None:
-        slots, is_fold, rows, committed = (part.clone() for part in arguments)
-        ring = pools.ring
-        for _ in range(2):
-            gated_delta_rule.commit(
-                pools.seq_len, ring.ring_start, ring.history_len, slots, is_fold, rows, committed,
-                ring_capacity=32, backend=backend,
-            )  # fmt: skip
-        assert not is_fold.any() and not rows.any()
-
-    both(run)
-
-
-def test_decide_folds() -> None:
-    pools = filled_pools()
-    slots, rows = int32(3, 1, -1, 0, 2, 1), int32(4, 1, 8, 8, 16, 0)
-    found = torch.full((6,), 9, dtype=torch.int8)
-    launch_slots.decide_folds(pools.ring.history_len, None, slots, rows, found, 16)
-    assert found.tolist() == [0, 1, 0, 0, 1, 0]
-    launch_slots.decide_folds(pools.ring.history_len, None, slots, rows, found, 5)
-    assert found.tolist() == [1, 1, 0, 1, 1, 0]
-
-
-@pytest.mark.parametrize("max_window", [8, 12, 16])
-def test_decide_folds_of_first_windows(max_window: int) -> None:
-    lengths = torch.arange(max_window + 1, dtype=torch.int32).repeat(40)
-    starts = (torch.arange(len(lengths)) % 7 < 2).to(torch.int32)
-    slots = torch.arange(len(lengths), dtype=torch.int32).flip(0)
-    slots[::11] = -1
-    rows = torch.arange(len(lengths), dtype=torch.int32) % 5
-    expected, found = (torch.full((len(lengths),), 9, dtype=torch.int8) for _ in range(2))
-    gated_delta_rule.decide_folds(
-        lengths, slots, rows, expected, max_window=max_window, ring_start=starts
-    )
-    launch_slots.decide_folds(lengths, starts, slots, rows, found, max_window)
-    assert torch.equal(found, expected)
-
-
-def test_copy_and_reset() -> None:
-    def run(pools: Pools, backend: str) -> None:
-        tensors = pools.tensors()
-        copied, written = int32(3, 0, -1, 1), int32(0, 5, 2, -1)
-        if backend == "triton":
-            launch_slots.copy_slots(tensors, copied, written)
-            launch_slots.reset_slots(tensors, int32(1, -1))
-        else:
-            gated_delta_rule.copy_slots(tensors, copied, written)
-            gated_delta_rule.reset_slots(tensors, int32(1, -1))
-
-    both(run)
 
 
 def test_the_comparison_has_teeth() -> None:

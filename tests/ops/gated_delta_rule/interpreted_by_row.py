@@ -7,8 +7,6 @@ import torch
 
 from helpers.gdn_row_calls import RowCall
 from hybridspec.ops._triton_support import explain_tensors
-from hybridspec.ops.gated_delta_rule import launch_slots
-from hybridspec.ops.gated_delta_rule.restart import restart_windows
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 
@@ -36,19 +34,3 @@ def test_parameters_of_sixteen_bits() -> None:
     call = RowCall(2, 32)
     call.A_log, call.dt_bias = call.A_log.half(), call.dt_bias.half()
     call.compare("triton", False, fold_threshold=9)
-
-
-@pytest.mark.parametrize("has_slots", [False, True])
-def test_restart_windows(has_slots: bool) -> None:
-    slots = torch.tensor([3, -1, 0, 2, 1], dtype=torch.int32) if has_slots else None
-    found = []
-    for run in (launch_slots.restart_windows, None):
-        start = torch.tensor([30, 30, 9, 31, 0], dtype=torch.int32)
-        length = torch.tensor([13, 13, 12, 16, 0], dtype=torch.int32)
-        if run is None:
-            restart_windows(start, length, slots, fold_threshold=13, ring_capacity=32)
-        else:
-            run(start, length, slots, 13, 32)
-        found.append((start.tolist(), length.tolist()))
-    kept = (30, 13) if has_slots else (11, 0)
-    assert found[0] == found[1] == ([11, kept[0], 9, 15, 0], [0, kept[1], 12, 0, 0])

@@ -17,6 +17,7 @@ from helpers.conv_kernel_cases import check_kernel
 from helpers.gdn_cases import Case, Dtypes, Geometry, VerifyCall
 from helpers.gdn_kernel_cases import CUDA_MODES, LARGE
 from hybridspec.ops import gated_delta_rule
+from hybridspec.ops import ring as ring_ops
 from hybridspec.ops.gated_delta_rule import launch_cuda
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -54,13 +55,13 @@ def main() -> None:
         rows = torch.tensor(call.case.lengths, dtype=torch.int32, device="cuda")
         gated_delta_rule.fold(pools.state, ring, slots, is_fold=call.is_fold)
         gated_delta_rule.materialize(pools.state, ring, slots, slots, rows)
-        gated_delta_rule.decide_folds(ring.history_len, slots, rows, call.is_fold, max_window=16)
-        gated_delta_rule.commit(
+        ring_ops.decide_folds(ring.history_len, slots, rows, call.is_fold, max_window=16)
+        ring_ops.commit(
             pools.seq_len, ring.ring_start, ring.history_len, slots, call.is_fold, rows,
             rows.clone(), ring_capacity=32,
         )  # fmt: skip
-        gated_delta_rule.copy_slots(pools.tensors(), slots, slots.flip(0).contiguous())
-        gated_delta_rule.reset_slots(pools.tensors(), slots)
+        ring_ops.copy_slots(pools.tensors(), slots, slots.flip(0).contiguous())
+        ring_ops.reset_slots(pools.tensors(), slots)
     check_kernel("ragged", (BF16, BF16), "silu", "cuda", 2e-2)
     torch.cuda.synchronize()
     print("all kernels launched")

@@ -12,7 +12,7 @@ from helpers.gdn_row_calls import RowCall
 from helpers.tolerances import assert_same
 from helpers.triton_process import run_interpreted
 from hybridspec.ops import gated_delta_rule
-from hybridspec.ops.gated_delta_rule import restart_windows
+from hybridspec.ops.ring import restart_windows
 
 OPS = torch.ops.hybridspec
 
@@ -61,7 +61,7 @@ def test_operators_pass_opcheck(has_all: bool) -> None:
     )  # fmt: skip
     torch.library.opcheck(OPS.gated_delta_rule_verify_rows.default, arguments)
     arguments = (call.ring_start, call.history_len, cursors[2], 9, 32)
-    torch.library.opcheck(OPS.gated_delta_rule_restart_windows.default, arguments)
+    torch.library.opcheck(OPS.ring_restart_windows.default, arguments)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -15,9 +15,10 @@ from helpers.gdn_kernel_cases import CUDA_CASES, CUDA_MODES, LARGE, NARROW
 from helpers.gdn_row_calls import RowCall
 from helpers.guarded import at_the_end_of_memory
 from hybridspec.errors import UnsupportedError
-from hybridspec.ops.gated_delta_rule import RingView, choice, launch_cuda
+from hybridspec.ops.gated_delta_rule import choice, launch_cuda
 from hybridspec.ops.gated_delta_rule.int8_state import quantise
 from hybridspec.ops.gated_delta_rule.launch_cuda import CudaConfig
+from hybridspec.ops.ring import RingView
 
 F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from helpers.gdn_oracle import Tokens
 from hybridspec.ops import gated_delta_rule
-from hybridspec.ops.gated_delta_rule import RingView
+from hybridspec.ops import ring as ring_ops
+from hybridspec.ops.ring import RingView
 
 NUM_STEPS, EARLY, HEADS, DIM, SIZE = 4000, 500, 8, 8, 4
 
@@ -68,13 +69,13 @@ def test_error_stays_below_that_of_rounding_after_every_token(
         # rows that are not committed are simply fed again
         fed = rows.rows(position, position + SIZE)
         verified = torch.full((1,), SIZE, dtype=torch.int32)
-        gated_delta_rule.decide_folds(ring.history_len, slot, verified, is_fold, max_window=16)
+        ring_ops.decide_folds(ring.history_len, slot, verified, is_fold, max_window=16)
         num_folds += int(is_fold)
         gated_delta_rule.verify(
             *fed.packed(), fed.A_log, fed.dt_bias, state, ring, bounds, slot,
             max_verify_tokens=SIZE, is_fold=is_fold,
         )  # fmt: skip
-        gated_delta_rule.commit(
+        ring_ops.commit(
             seq_len, ring.ring_start, ring.history_len, slot, is_fold, verified, slot + count,
             ring_capacity=32,
         )  # fmt: skip

@@ -12,7 +12,8 @@ from helpers.gdn_kernel_cases import KERNEL_CASES, SMALL
 from helpers.gdn_sessions import Session
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops import gated_delta_rule
-from hybridspec.ops.gated_delta_rule import RingView
+from hybridspec.ops import ring as ring_ops
+from hybridspec.ops.ring import RingView
 
 pytestmark = pytest.mark.gpu
 
@@ -132,10 +133,10 @@ def test_a_slot_past_two_to_the_31st_element() -> None:
     gated_delta_rule.fold(
         far.state, far.ring, slots, is_fold=torch.ones_like(slots, dtype=torch.int8)
     )
-    gated_delta_rule.copy_slots(far.tensors(), slots, torch.zeros_like(slots))
+    ring_ops.copy_slots(far.tensors(), slots, torch.zeros_like(slots))
     for tensor in far.tensors():
         assert_same_bits(tensor[0], tensor[num_slots - 1])
-    gated_delta_rule.reset_slots(far.tensors(), slots)
+    ring_ops.reset_slots(far.tensors(), slots)
     assert not any(tensor[num_slots - 1].any() for tensor in far.tensors())
 
 
@@ -188,12 +189,12 @@ def test_a_graph_follows_lengths_folds_and_slots() -> None:
 
     def step(pools: Pools) -> None:
         ring = pools.ring
-        gated_delta_rule.decide_folds(ring.history_len, slots, verified, is_fold, max_window=16)
+        ring_ops.decide_folds(ring.history_len, slots, verified, is_fold, max_window=16)
         gated_delta_rule.verify(
             *rows, *params, pools.state, ring, cu_seqlens, slots, max_verify_tokens=8,
             is_fold=is_fold, out=out,
         )  # fmt: skip
-        gated_delta_rule.commit(
+        ring_ops.commit(
             pools.seq_len, ring.ring_start, ring.history_len, slots, is_fold, verified, committed,
             ring_capacity=32,
         )  # fmt: skip
@@ -269,18 +270,18 @@ def test_kernels_on_cursors_and_slots_equal_the_reference() -> None:
         pools = filled(device)
         ring: RingView = pools.ring
         slots, rows, mark = int32(3, 1, -1, 0), int32(4, 3, 2, 8), int32(0, 0, 0, 0).to(torch.int8)
-        gated_delta_rule.decide_folds(ring.history_len, slots, rows, mark, max_window=16)
+        ring_ops.decide_folds(ring.history_len, slots, rows, mark, max_window=16)
         marks = mark.clone()
         gated_delta_rule.fold(pools.state, ring, slots, is_fold=mark)
-        gated_delta_rule.commit(
+        ring_ops.commit(
             pools.seq_len, ring.ring_start, ring.history_len, slots, mark, rows,
             int32(1, 99, 7, -3), ring_capacity=32,
         )  # fmt: skip
         gated_delta_rule.materialize(
             pools.state, ring, int32(2, 3, -1), int32(6, 3, 0), int32(1, 2, 2)
         )
-        gated_delta_rule.copy_slots(pools.tensors(), int32(0, 1, -1), int32(1, 0, 2))
-        gated_delta_rule.reset_slots(pools.tensors(), int32(2, -1))
+        ring_ops.copy_slots(pools.tensors(), int32(0, 1, -1), int32(1, 0, 2))
+        ring_ops.reset_slots(pools.tensors(), int32(2, -1))
         return [marks, mark, rows, *pools.tensors()]
 
     for actual, expected in zip(run("cuda"), run("cpu"), strict=True):

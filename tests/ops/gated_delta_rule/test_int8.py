@@ -13,8 +13,9 @@ from helpers.gdn_oracle import recurrence, window_state
 from helpers.tolerances import assert_rounded, assert_same
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops import gated_delta_rule
-from hybridspec.ops.gated_delta_rule import RingView
+from hybridspec.ops import ring as ring_ops
 from hybridspec.ops.gated_delta_rule.int8_state import SCALE_DTYPE, quantise, widen
+from hybridspec.ops.ring import RingView
 
 F64, F32, F16, BF16, I8 = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8,
@@ -280,10 +281,10 @@ def test_prefill_rounds_once() -> None:
 def test_slots_are_copied_and_cleared_with_their_factors() -> None:
     pools = filled_pools(is_strided=True)
     before = pools.copies()
-    gated_delta_rule.copy_slots(pools.tensors(), ints(2, 4), ints(4, 6))
+    ring_ops.copy_slots(pools.tensors(), ints(2, 4), ints(4, 6))
     for actual, old in zip(pools.tensors(), before, strict=True):
         assert_same_bits(actual, old[[0, 1, 2, 3, 2, 5, 4]])
-    gated_delta_rule.reset_slots(pools.tensors(), ints(5))  # poison until now
+    ring_ops.reset_slots(pools.tensors(), ints(5))  # poison until now
     assert torch.equal(pools.checkpoint(5), torch.zeros(4, 32, 64, dtype=F64))
 
 
@@ -382,14 +383,14 @@ def test_outputs_err_less_than_with_bf16_rounded_after_every_token(dim: int) -> 
     slot, is_fold, position, outputs = ints(0), marks(0), 0, []
     while position < tokens:
         verified = ints(size)
-        gated_delta_rule.decide_folds(ring.history_len, slot, verified, is_fold, max_window=16)
+        ring_ops.decide_folds(ring.history_len, slot, verified, is_fold, max_window=16)
         out = gated_delta_rule.verify(
             *(part[position : position + size].float() for part in rows), A_log,
             torch.zeros(heads), state, ring, ints(0, size), slot, max_verify_tokens=size,
             is_fold=is_fold, scale=1.0, state_scale=scale,
         )  # fmt: skip
         count = int(torch.randint(0, size + 1, (), generator=generator))
-        gated_delta_rule.commit(
+        ring_ops.commit(
             cursors[2], ring.ring_start, ring.history_len, slot, is_fold, verified, ints(count),
             ring_capacity=32,
         )  # fmt: skip

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from hybridspec.ops.gated_delta_rule import RingView, launch
+from hybridspec.ops.gated_delta_rule import launch
+from hybridspec.ops.ring import RingView
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.gdn_cases import Case, Dtypes, Geometry, VerifyCall
 from helpers.tolerances import assert_same
 from hybridspec.ops import gated_delta_rule
+from hybridspec.ops import ring as ring_ops
 from hybridspec.ops._library import register
-from hybridspec.ops.gated_delta_rule import RingView
+from hybridspec.ops.ring import RingView
 
 F32, BF16 = torch.float32, torch.bfloat16
 OPS = torch.ops.hybridspec
@@ -69,15 +70,15 @@ def test_ops_on_slots_pass_opcheck() -> None:
     state = (pools.state, *ring_arguments(call))
     cursors = (pools.seq_len, ring.ring_start, ring.history_len)
     checks = {
-        "fold": (*state, slots, call.is_fold, None, "auto"),
-        "materialize": (*state, slots, other, counts, None, "auto"),
-        "decide_folds": (ring.history_len, ring.ring_start, slots, counts, call.is_fold, 16),
-        "commit": (*cursors, slots, call.is_fold, counts, counts - 1, 32, "auto"),
-        "copy_slots": ([pools.state, *cursors], slots, other),
-        "reset_slots": ([pools.state, *cursors], slots),
+        "gated_delta_rule_fold": (*state, slots, call.is_fold, None, "auto"),
+        "gated_delta_rule_materialize": (*state, slots, other, counts, None, "auto"),
+        "ring_decide_folds": (ring.history_len, ring.ring_start, slots, counts, call.is_fold, 16),
+        "ring_commit": (*cursors, slots, call.is_fold, counts, counts - 1, 32, "auto"),
+        "ring_copy_slots": ([pools.state, *cursors], slots, other),
+        "ring_reset_slots": ([pools.state, *cursors], slots),
     }
     for name, arguments in checks.items():
-        torch.library.opcheck(getattr(OPS, f"gated_delta_rule_{name}").default, arguments)
+        torch.library.opcheck(getattr(OPS, name).default, arguments)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -85,14 +86,12 @@ def test_a_step_compiles_as_one_graph(backend: str) -> None:
     def step(rows: list[Tensor], call: VerifyCall, ring: RingView, counts: Tensor) -> Tensor:
         is_fold, pools = torch.zeros_like(call.is_fold), call.pools
         verified = counts.clone()
-        gated_delta_rule.decide_folds(
-            ring.history_len, call.slot_tensor, verified, is_fold, max_window=16
-        )
+        ring_ops.decide_folds(ring.history_len, call.slot_tensor, verified, is_fold, max_window=16)
         out = gated_delta_rule.verify(
             *rows, call.tokens.A_log, call.tokens.dt_bias, pools.state, ring, call.cu_seqlens,
             call.slot_tensor, max_verify_tokens=3, is_fold=is_fold,
         )  # fmt: skip
-        gated_delta_rule.commit(
+        ring_ops.commit(
             pools.seq_len, ring.ring_start, ring.history_len, call.slot_tensor, is_fold, verified,
             counts - 1, ring_capacity=32,
         )  # fmt: skip
@@ -119,7 +118,7 @@ def test_prefill_and_fold_compile_as_one_graph() -> None:
             call.slot_tensor, max_seqlen=3,
         )  # fmt: skip
         gated_delta_rule.fold(call.pools.state, ring, call.slot_tensor, is_fold=call.is_fold)
-        gated_delta_rule.reset_slots([call.pools.state], call.slot_tensor[:1])
+        ring_ops.reset_slots([call.pools.state], call.slot_tensor[:1])
         return out
 
     plain, compiled = clean_call(), clean_call()

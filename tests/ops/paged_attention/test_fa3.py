@@ -20,7 +20,7 @@ from helpers.attention_cases import (
 from helpers.fake_fa3 import FakeFa3, fa3_build
 from helpers.triton_process import run_interpreted
 from hybridspec.ops.paged_attention import fa3
-from hybridspec.ops.verify_plan import VerifyPlan, build_params, copy_page_table
+from hybridspec.ops.verify_plan import Step, build_params, copy_page_table
 
 BATCHES = {
     "one row": ([1], [9], [2]),
@@ -124,7 +124,7 @@ def test_the_plan_of_a_step_feeds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, positions, slots = [3, 0, 1, 0], [5, 0, 12, 0], [2, -1, 0, -1]
     batch = make_attention_batch(lengths, positions, slots, tail_rows=4, page_size=48)
     batch = replace(batch, page_table=batch.page_table[:, :1])
-    plan = VerifyPlan.create(max_requests=4, max_rows=8, max_drafts=3)
+    plan = Step.create(max_requests=4, max_rows=8, max_drafts=3)
     plan.cu_seqlens.copy_(batch.cu_seqlens)
     history = torch.zeros_like(batch.seq_len)
     build_params(

@@ -13,7 +13,7 @@ from helpers.append_cases import CASES, check_append, moved
 from helpers.attention_cases import AttentionBatch, expected_output, make_attention_batch
 from hybridspec.ops import paged_attention
 from hybridspec.ops.paged_attention import fa3, reference
-from hybridspec.ops.verify_plan import VerifyPlan, plan_step
+from hybridspec.ops.verify_plan import Step, plan_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -192,9 +192,7 @@ def test_graph_replay_follows_the_plan() -> None:
     generator = torch.Generator("cuda").manual_seed(1)
     for rows in (batch.q, batch.k, batch.v, batch.k_pages, batch.v_pages):
         rows.copy_(torch.randn(rows.shape, device="cuda", generator=generator))
-    plan = VerifyPlan.create(
-        max_requests=capacity, max_rows=24, max_drafts=num_drafts, device="cuda"
-    )
+    plan = Step.create(max_requests=capacity, max_rows=24, max_drafts=num_drafts, device="cuda")
     slots, confidences = batch.slots.clone(), torch.rand(capacity, num_drafts, device="cuda")
     tokens = torch.zeros(capacity, num_drafts + 1, dtype=torch.int64, device="cuda")
     history = torch.zeros_like(batch.seq_len)

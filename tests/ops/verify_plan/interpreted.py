@@ -9,7 +9,7 @@ from helpers.group_cases import GROUPINGS, group_case
 from helpers.plan_cases import KINDS, differences, random_case, reference_plan, run_plan
 from hybridspec.ops.verify_plan import (
     SamplingColumns,
-    VerifyPlan,
+    Step,
     build_params,
     compact_groups,
     compact_hidden,
@@ -96,7 +96,7 @@ def test_requests_without_rows() -> None:
     """They fold nothing, however full their windows are."""
     found = []
     for backend in ("triton", "reference"):
-        plan = VerifyPlan.create(max_requests=5, max_rows=8, max_drafts=2)
+        plan = Step.create(max_requests=5, max_rows=8, max_drafts=2)
         plan.cu_seqlens.copy_(torch.tensor([0, 2, 2, 4, 5, 5]))
         build_params(
             torch.arange(12).view(4, 3), torch.tensor([1, 0, -1, 2], dtype=torch.int32),

@@ -19,7 +19,7 @@ from helpers.plan_cases import (
 from hybridspec.compat import lightllm
 from hybridspec.ops.verify_plan import (
     SamplingColumns,
-    VerifyPlan,
+    Step,
     compact_groups,
     compact_hidden,
     compact_sampling,
@@ -45,15 +45,15 @@ def config_of(path: str, num_requests: int, num_drafts: int):
     )
 
 
-def kernel_plan(case: PlanCase, path: str | None = None) -> VerifyPlan:
+def kernel_plan(case: PlanCase, path: str | None = None) -> Step:
     from hybridspec.ops.verify_plan import launch
 
     config = path and config_of(path, case.max_requests, case.token_ids.shape[1] - 1)
     return run_plan(case, launch.plan_step, config=config)
 
 
-def on_device(plan: VerifyPlan) -> VerifyPlan:
-    return VerifyPlan.of(tensor.cuda() for tensor in plan.tensors())
+def on_device(plan: Step) -> Step:
+    return Step.of((tensor.cuda() for tensor in plan.tensors()), max_seqlen=plan.max_seqlen)
 
 
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
@@ -151,7 +151,7 @@ def test_graphs_follow_their_inputs(num_requests: int, num_drafts: int, path: st
         for tensor in plan.tensors():
             tensor.fill_(77)
         graph.replay()
-        expected = VerifyPlan.create(
+        expected = Step.create(
             max_requests=static.max_requests, max_rows=static.max_rows, max_drafts=num_drafts
         )
         reference.plan_step(
@@ -177,7 +177,7 @@ def test_200_replays_give_the_same_bits(path: str) -> None:
         )
     )  # fmt: skip
     graph.replay()
-    first = VerifyPlan.of(tensor.clone() for tensor in plan.tensors())
+    first = Step.of((tensor.clone() for tensor in plan.tensors()), max_seqlen=plan.max_seqlen)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(200):
         for tensor in plan.tensors()[:-1]:

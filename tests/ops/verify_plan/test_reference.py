@@ -14,7 +14,7 @@ from helpers.plan_cases import KINDS, PlanCase, differences, random_case, refere
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops.verify_plan import (
     SamplingColumns,
-    VerifyPlan,
+    Step,
     build_params,
     compact_hidden,
     compact_sampling,
@@ -161,7 +161,7 @@ def test_calibration_by_hand() -> None:
 @pytest.mark.parametrize("value", [math.nan, 0.0, 1.0])
 @pytest.mark.parametrize("columns", [3, 4])
 def test_degenerate_confidences_give_a_valid_plan(value: float, columns: int) -> None:
-    plan = VerifyPlan.create(max_requests=4, max_rows=9, max_drafts=3)
+    plan = Step.create(max_requests=4, max_rows=9, max_drafts=3)
     plan_step(
         torch.full((4, columns), value),
         torch.arange(16).view(4, 4),
@@ -210,7 +210,7 @@ def test_other_confidence_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_rows_of_a_plan_made_by_the_caller() -> None:
-    plan = VerifyPlan.create(max_requests=5, max_rows=8, max_drafts=2)
+    plan = Step.create(max_requests=5, max_rows=8, max_drafts=2)
     # A live request without rows, a dead one with rows, and a plan that is larger than the batch.
     plan.cu_seqlens.copy_(offsets([2, 0, 2, 1, 0]))
     build_params(
@@ -272,7 +272,7 @@ def small_call() -> dict:
         "seq_len": integers(1, 2),
         "history_len": integers(0, 0),
         "ring_start": integers(0, 0),
-        "plan": VerifyPlan.create(max_requests=2, max_rows=6, max_drafts=3),
+        "plan": Step.create(max_requests=2, max_rows=6, max_drafts=3),
     }
 
 
@@ -300,14 +300,14 @@ def small_call() -> dict:
         ({"max_window": 0}, ValueError, "max_window: expected at least 1, got 0"),
         ({"max_window": 16.0}, TypeError, "max_window: expected an integer, got 16.0"),
         ({"slots": integers(0, 99)}, ValueError, "slots: expected slots below"),
-        ({"plan": None}, TypeError, "plan: expected a VerifyPlan, got NoneType"),
+        ({"plan": None}, TypeError, "plan: expected a Step, got NoneType"),
         (
-            {"plan": VerifyPlan.create(max_requests=1, max_rows=6, max_drafts=3)},
+            {"plan": Step.create(max_requests=1, max_rows=6, max_drafts=3)},
             ValueError,
             "plan: expected room for 2",
         ),
         (
-            {"plan": VerifyPlan.create(max_requests=2, max_rows=6, max_drafts=1)},
+            {"plan": Step.create(max_requests=2, max_rows=6, max_drafts=1)},
             ValueError,
             "plan.workspace: expected at least",
         ),
@@ -325,7 +325,7 @@ def test_kernels_are_refused_on_a_cpu() -> None:
 
 def test_more_wrong_calls() -> None:
     with pytest.raises(ValueError, match="max_rows: expected at least"):
-        VerifyPlan.create(max_requests=3, max_rows=2, max_drafts=1)
+        Step.create(max_requests=3, max_rows=2, max_drafts=1)
     with pytest.raises(ValueError, match="out: expected at least"):
         select_rows(torch.rand(2, 3), integers(0, 1), num_rows=4, out=integers(0, 0))
     with pytest.raises(TypeError, match="sources: expected dtype int32"):

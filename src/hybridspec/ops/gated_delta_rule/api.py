@@ -14,13 +14,12 @@ from hybridspec.ops.gated_delta_rule import prefill as reference_prefill
 from hybridspec.ops.gated_delta_rule.choice import verify_backends
 from hybridspec.ops.gated_delta_rule.contracts import (
     check_is_fold,
-    check_marks,
     check_options,
     check_pools,
     check_rows,
-    check_window,
 )
-from hybridspec.ops.gated_delta_rule.ring import RingView
+from hybridspec.ops.ring.contracts import check_marks
+from hybridspec.ops.ring.view import RingView, check_window
 
 __all__ = ["fold", "materialize", "prefill", "verify"]
 

@@ -21,10 +21,9 @@ from hybridspec.ops.gated_delta_rule.contracts import (
     WIDE,
     check_options,
     check_pools,
-    check_threshold,
-    check_window,
 )
-from hybridspec.ops.gated_delta_rule.ring import RingView
+from hybridspec.ops.ring.contracts import check_threshold
+from hybridspec.ops.ring.view import RingView, check_window
 
 __all__ = ["verify_rows"]
 

@@ -19,18 +19,10 @@ from hybridspec.ops._checks import (
     dtype_name,
 )
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
-from hybridspec.ops.gated_delta_rule.ring import RingView
+from hybridspec.ops.ring.contracts import check_marks
+from hybridspec.ops.ring.view import RingView, check_ring, check_ring_shapes, ring_tensors
 
-__all__ = [
-    "check_capacity",
-    "check_cursors",
-    "check_is_fold",
-    "check_marks",
-    "check_options",
-    "check_pools",
-    "check_rows",
-    "check_window",
-]
+__all__ = ["check_is_fold", "check_options", "check_pools", "check_rows", "check_state"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WIDE = (torch.float32, torch.float64)
@@ -165,98 +157,12 @@ def _check_row_shapes(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, sl
     check("A_log", A_log, "HV", dims)
     check("dt_bias", dt_bias, "HV", dims)
     check("state", state, "S HV V K", dims)
-    _explain_ring_shapes(ring, dims)
+    check_ring_shapes(ring, dims)
     check("slots", slots, "B", dims)
     dims["B+1"] = dims["B"] + 1
     check("cu_seqlens", cu_seqlens, "B+1", dims)
     if out is not None:
         check("out", out, "N HV V", dims)
-
-
-def _explain_ring_shapes(ring: RingView, dims: Dims, num_cursors: int | None = None) -> None:
-    if not isinstance(ring, RingView):
-        raise TypeError(f"ring: expected a RingView, got {type(ring).__name__}")
-    cursors = "S" if num_cursors is None else str(num_cursors)
-    check("ring.k", ring.k, "S H R K", dims)
-    check("ring.u", ring.u, "S HV R V", dims)
-    check("ring.cum_log_decay", ring.cum_log_decay, "S HV R", dims)
-    check("ring.ring_start", ring.ring_start, cursors, dims)
-    check("ring.history_len", ring.history_len, cursors, dims)
-
-
-def ring_tensors(ring: RingView) -> dict[str, Tensor]:
-    """Name the tensors of a ring as messages do."""
-    return {
-        "ring.k": ring.k,
-        "ring.u": ring.u,
-        "ring.cum_log_decay": ring.cum_log_decay,
-        "ring.ring_start": ring.ring_start,
-        "ring.history_len": ring.history_len,
-    }
-
-
-def check_ring(ring: RingView, num_cursors: int | None = None) -> None:
-    """Raise unless the ring's dtypes and strides, its capacity and its cursors are right.
-
-    Args:
-        ring: the ring.
-        num_cursors: how many cursors there are; None: one per slot.
-    """
-    k, u, cum = ring.k, ring.u, ring.cum_log_decay
-    capacity = k.shape[2]
-    cursors = (k.shape[0] if num_cursors is None else num_cursors,)
-    is_right = (
-        k.dtype in FLOATS
-        and u.dtype in FLOATS
-        and cum.dtype in WIDE
-        and k.stride(-1) == 1
-        and u.stride(-1) == 1
-        and ring.ring_start.dtype == torch.int32
-        and ring.history_len.dtype == torch.int32
-        and ring.ring_start.shape == cursors
-        and ring.history_len.shape == cursors
-        and (num_cursors is not None or ring.ring_start.is_contiguous())
-        and (num_cursors is not None or ring.history_len.is_contiguous())
-        and capacity & (capacity - 1) == 0
-        and isinstance(ring.max_window, int)
-        and 0 < ring.max_window < capacity
-    )
-    if is_right:
-        return
-    _explain_ring_shapes(ring, {}, num_cursors)
-    check_dtype("ring.k", k, *FLOATS)
-    check_dtype("ring.u", u, *FLOATS)
-    check_dtype("ring.cum_log_decay", cum, *WIDE)
-    check_last_stride("ring.k", k)
-    check_last_stride("ring.u", u)
-    check_dtype("ring.ring_start", ring.ring_start, torch.int32)
-    check_dtype("ring.history_len", ring.history_len, torch.int32)
-    if num_cursors is None:
-        check_last_stride("ring.ring_start", ring.ring_start)
-        check_last_stride("ring.history_len", ring.history_len)
-    check_option("ring.max_window", ring.max_window, int)
-    if capacity & (capacity - 1):
-        raise ValueError(f"ring.k: expected a power of two as ring capacity, got {capacity}")
-    if not 0 < ring.max_window < capacity:
-        raise ValueError(
-            f"ring.max_window: expected 1..{capacity - 1} (the ring has {capacity} rows), "
-            f"got {ring.max_window}"
-        )
-
-
-def check_window(ring: RingView, max_verify_tokens: int) -> None:
-    """Raise ValueError unless the ring holds a full window and the rows of a step."""
-    check_option("max_verify_tokens", max_verify_tokens, int)
-    capacity, window = ring.k.shape[2], ring.max_window
-    if not 0 < max_verify_tokens <= window:
-        raise ValueError(
-            f"max_verify_tokens: expected 1..{window} (ring.max_window), got {max_verify_tokens}"
-        )
-    if window + max_verify_tokens > capacity:
-        raise ValueError(
-            f"max_verify_tokens: a window of {window} rows and {max_verify_tokens} more need "
-            f"{window + max_verify_tokens} ring rows, got {capacity}; use a larger ring"
-        )
 
 
 def check_pools(
@@ -276,7 +182,7 @@ def check_pools(
     dims: Dims = {}
     check("state", state, "S HV V K", dims)
     check_state(state, state_scale)
-    _explain_ring_shapes(ring, dims, num_cursors)
+    check_ring_shapes(ring, dims, num_cursors)
     if dims["HV"] % dims["H"]:
         raise ValueError(
             f"state: expected a multiple of ring.k's {dims['H']} heads, got {dims['HV']}"
@@ -293,26 +199,6 @@ def check_options(scale: float | None, use_qk_l2norm: bool, beta_scale: float) -
     check_option("beta_scale", beta_scale, float)
 
 
-def check_marks(dims: Dims, **marks: Tensor) -> None:
-    """Raise unless per-request tensors are [B]: `is_fold` int8, all others int32."""
-    for name, tensor in marks.items():
-        check(name, tensor, "B", dims)
-        check_dtype(name, tensor, torch.int8 if name == "is_fold" else torch.int32)
-        check_last_stride(name, tensor)
-
-
-def check_threshold(fold_threshold: int) -> None:
-    """Raise unless a fewest number of live rows can be compared with an int32 cursor."""
-    check_option("fold_threshold", fold_threshold, int, low=-(2**31), high=2**31 - 1)
-
-
-def check_capacity(ring_capacity: int) -> None:
-    """Raise unless a number of ring rows is one that rings have."""
-    check_option("ring_capacity", ring_capacity, int)
-    if ring_capacity < 1 or ring_capacity & (ring_capacity - 1):
-        raise ValueError(f"ring_capacity: expected a power of two, got {ring_capacity}")
-
-
 def check_is_fold(is_fold: Tensor, slots: Tensor) -> None:
     """Raise unless the marks of a verify call belong to its requests."""
     is_right = (
@@ -325,11 +211,3 @@ def check_is_fold(is_fold: Tensor, slots: Tensor) -> None:
         check_marks({"B": slots.shape[0]}, is_fold=is_fold)
     if not slots.is_cpu:
         check_devices(slots=slots, is_fold=is_fold)
-
-
-def check_cursors(dims: Dims, **cursors: Tensor) -> None:
-    """Raise unless per-slot cursors are [S] int32."""
-    for name, tensor in cursors.items():
-        check(name, tensor, "S", dims)
-        check_dtype(name, tensor, torch.int32)
-        check_last_stride(name, tensor)

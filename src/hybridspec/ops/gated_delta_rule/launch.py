@@ -18,7 +18,7 @@ from hybridspec.ops._triton_support import (
     round_up_to_power_of_two,
 )
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
-from hybridspec.ops.gated_delta_rule.ring import RingView
+from hybridspec.ops.ring.view import RingView
 
 __all__ = [
     "EXACT",

@@ -13,7 +13,7 @@ from hybridspec.ops._checks import dtype_name, row_alignment
 from hybridspec.ops._nvrtc import explain_compiler, load_kernel
 from hybridspec.ops._triton_support import capability
 from hybridspec.ops.gated_delta_rule.launch import RowCursors
-from hybridspec.ops.gated_delta_rule.ring import RingView
+from hybridspec.ops.ring.view import RingView
 
 __all__ = ["CudaConfig", "Params", "choose_config", "explain_tensors", "explain_verify", "verify"]
 

@@ -8,19 +8,18 @@ equations. On small models the cost is the number of operators called, hence the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridspec.ops._requests import check_distinct, check_slots, read_at
+from hybridspec.ops._requests import check_distinct, check_slots
 from hybridspec.ops.gated_delta_rule.int8_state import quantise, widen
-from hybridspec.ops.gated_delta_rule.ring import RingView
 from hybridspec.ops.gated_delta_rule.rows import Rows
 from hybridspec.ops.norms.reference import gdn_gates, widened
+from hybridspec.ops.ring.addressing import Window, append_rows, read_cursors
+from hybridspec.ops.ring.view import RingView
 
 __all__ = [
-    "Window",
     "absorb",
     "compute_dtype",
     "delta_rows",
@@ -33,88 +32,6 @@ __all__ = [
 
 # sqrt(|x|^2 + eps) is the hypotenuse of |x| and this
 _ROOT_OF_EPS = {d: torch.tensor(1e-3, dtype=d) for d in (torch.float32, torch.float64)}
-
-
-class Window(NamedTuple):
-    """Live ring rows of a batch, dead rows zero.
-
-    Attributes:
-        k: [B * H, P, K].
-        u: [B * HV, P, V].
-        cum: [B * HV, P], cumulative log-decay G.
-        total: [B * HV, 1], G of the last live row, or 0 without one.
-    """
-
-    k: Tensor
-    u: Tensor
-    cum: Tensor
-    total: Tensor
-
-    @classmethod
-    def read(
-        cls,
-        ring: RingView,
-        slots: list[int],
-        starts: list[int],
-        lengths: list[int],
-        dtype: torch.dtype,
-    ) -> Window:
-        k = _live_rows(ring.k, slots, starts, lengths, dtype)
-        u = _live_rows(ring.u, slots, starts, lengths, dtype)
-        cum = _live_rows(ring.cum_log_decay, slots, starts, lengths, dtype)
-        if min(lengths) == max(lengths) > 0:
-            return cls(k, u, cum, cum[:, -1:])
-        total = cum.new_zeros((cum.shape[0], 1))
-        value_heads = ring.u.shape[1]
-        for i, n in enumerate(lengths):
-            if n:
-                mine = slice(i * value_heads, (i + 1) * value_heads)
-                total[mine].copy_(cum[mine, n - 1 : n])
-        return cls(k, u, cum, total)
-
-
-def _pieces(start: int, count: int, capacity: int) -> list[tuple[int, int, int]]:
-    """Cut ring rows into runs (ring row, row of the window, number of rows)."""
-    head = min(count, capacity - start)
-    if head == count:
-        return [(start, 0, count)]
-    return [(start, 0, head), (0, head, count - head)]
-
-
-def _ring_rows(pool: Tensor, slot: int, first: int, count: int) -> Tensor:
-    """View adjacent ring rows of a slot, [heads, count, ...], in one call."""
-    shape, (slot_stride, *strides) = pool.shape, pool.stride()
-    offset = pool.storage_offset() + slot * slot_stride + first * strides[1]
-    return pool.as_strided((shape[1], count, *shape[3:]), strides, offset)
-
-
-def _live_rows(
-    pool: Tensor, slots: list[int], starts: list[int], lengths: list[int], dtype: torch.dtype
-) -> Tensor:
-    capacity = pool.shape[2]
-    if len(slots) == 1:
-        [slot], [start], [count] = slots, starts, lengths
-        head = capacity - start
-        if count <= head:
-            return widened(_ring_rows(pool, slot, start, count), dtype)
-        pieces = _ring_rows(pool, slot, start, head), _ring_rows(pool, slot, 0, count - head)
-        return widened(torch.cat(pieces, 1), dtype)
-    shape = (len(slots), pool.shape[1], max(lengths), *pool.shape[3:])
-    padded = pool.new_zeros(shape, dtype=dtype)
-    for i, (slot, start, count) in enumerate(zip(slots, starts, lengths, strict=True)):
-        for row, at, n in _pieces(start, count, capacity):
-            padded[i, :, at : at + n].copy_(_ring_rows(pool, slot, row, n))
-    return padded.flatten(0, 1)
-
-
-def _append(pool: Tensor, by_head: Tensor, rows: Rows, starts: list[int]) -> None:
-    """Write the first T_b rows of [B * heads, T, ...] into each ring from row `starts[b]` on."""
-    heads = pool.shape[1]
-    for i, (slot, start, count) in enumerate(zip(rows.slots, starts, rows.lengths, strict=True)):
-        mine = by_head if len(starts) == 1 else by_head.narrow(0, i * heads, heads)
-        for row, at, n in _pieces(start, count, pool.shape[2]):
-            part = mine if n == mine.shape[1] else mine.narrow(1, at, n)
-            _ring_rows(pool, slot, row, n).copy_(part)
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
@@ -266,7 +183,7 @@ def verify(
         out.zero_()
         return
     dtype = compute_dtype(q, a, state)
-    starts, lengths = _cursors(ring, rows.slots, rows.lengths)
+    starts, lengths = read_cursors(ring, rows.slots, rows.lengths)
     window = Window.read(ring, rows.slots, starts, lengths, dtype)
 
     x = widened(torch.cat((rows.by_head(k), rows.by_head(q)), 1), dtype)
@@ -301,30 +218,13 @@ def verify(
             since.view(by_request)[folding] = cum.reshape(by_request)[folding]
     capacity = ring.k.shape[2]
     free = [(start + n) % capacity for start, n in zip(starts, lengths, strict=True)]
-    _append(ring.k, keys, rows, free)
-    _append(ring.u, u, rows, free)
-    _append(ring.cum_log_decay, since, rows, free)
+    append_rows(ring.k, keys, rows.slots, free, rows.lengths)
+    append_rows(ring.u, u, rows.slots, free, rows.lengths)
+    append_rows(ring.cum_log_decay, since, rows.slots, free, rows.lengths)
 
 
 def _factors(state_scale: Tensor | None, slot: int) -> Tensor | None:
     return None if state_scale is None else state_scale[slot]
-
-
-def _cursors(ring: RingView, slots: list[int], lengths: list[int]) -> tuple[list[int], list[int]]:
-    """Return ring_start and history_len of some slots, with room for so many rows behind them."""
-    starts, live = read_at(ring.ring_start, slots), read_at(ring.history_len, slots)
-    capacity = ring.k.shape[2]
-    for slot, start, n, size in zip(slots, starts, live, lengths, strict=True):
-        if not 0 <= start < capacity:
-            raise ValueError(
-                f"ring.ring_start: expected a row below {capacity} in slot {slot}, got {start}"
-            )
-        if not 0 <= n <= capacity - size:
-            raise ValueError(
-                f"ring.history_len: expected 0..{capacity - size} live rows in slot {slot}, ahead "
-                f"of {size} new ones, got {n}"
-            )
-    return starts, live
 
 
 def _fold_requests(
@@ -360,7 +260,7 @@ def materialize(
     check_slots("out_slots", out_slots, state.shape[0])
     calls = [call for call in zip(slots, out_slots, num_rows, strict=True) if min(call[:2]) >= 0]
     check_distinct([target for _, target, _ in calls], "out_slots")
-    starts, lengths = _cursors(ring, [slot for slot, _, _ in calls], [0] * len(calls))
+    starts, lengths = read_cursors(ring, [slot for slot, _, _ in calls], [0] * len(calls))
     for (slot, target, asked), start, length in zip(calls, starts, lengths, strict=True):
         n = max(0, min(asked, length))
         window = Window.read(ring, [slot], [start], [n], dtype)

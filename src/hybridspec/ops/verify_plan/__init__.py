@@ -11,11 +11,12 @@ from .api import (
     survival_scores,
 )
 from .groups import compact_groups, copy_page_table
-from .views import SamplingColumns, VerifyPlan
+from .step import Step
+from .views import SamplingColumns
 
 __all__ = [
     "SamplingColumns",
-    "VerifyPlan",
+    "Step",
     "build_params",
     "compact_groups",
     "compact_hidden",

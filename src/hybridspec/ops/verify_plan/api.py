@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .._checks import Dims, check, check_dtype, check_last_stride, check_option
 from . import operators, reference
-from .views import SamplingColumns, VerifyPlan, Workspace
+from .step import Step, Workspace
+from .views import SamplingColumns
 
 __all__ = [
     "build_params",
@@ -75,7 +76,7 @@ def select_rows(
         num_drafts: drafts that each request may verify, [B], int32; None: all k; in.
         calibration: [k, M], fp32, see `survival_scores`; in.
         out: offsets of the requests, [C+1], int32, C >= B; out, entries past B repeat the total.
-        workspace: scratch for the kernels, int32, see `VerifyPlan`; scratch.
+        workspace: scratch for the kernels, int32, see `Step`; scratch.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -113,11 +114,11 @@ def build_params(
     seq_len: Tensor,
     history_len: Tensor,
     *,
-    plan: VerifyPlan,
+    plan: Step,
     ring_start: Tensor | None = None,
     max_window: int = 16,
     backend: str = "auto",
-) -> VerifyPlan:
+) -> Step:
     """Fill a plan from its `cu_seqlens`, which the caller or `select_rows` has written.
 
         n_b        = cu_seqlens[b+1] - cu_seqlens[b], or 0 where slots[b] = -1
@@ -159,14 +160,14 @@ def plan_step(
     seq_len: Tensor,
     history_len: Tensor,
     *,
-    plan: VerifyPlan,
+    plan: Step,
     ring_start: Tensor | None = None,
     num_rows: int | None = None,
     num_drafts: Tensor | None = None,
     calibration: Tensor | None = None,
     max_window: int = 16,
     backend: str = "auto",
-) -> VerifyPlan:
+) -> Step:
     """Choose the rows of a step and fill the plan: `select_rows`, then `build_params`, in one call.
 
     Args:
@@ -342,11 +343,11 @@ def _check_build(
     history_len: Tensor,
     ring_start: Tensor | None,
     max_window: int,
-    plan: VerifyPlan,
+    plan: Step,
     dims: Dims,
 ) -> None:
-    if not isinstance(plan, VerifyPlan):
-        raise TypeError(f"plan: expected a VerifyPlan, got {type(plan).__name__}")
+    if not isinstance(plan, Step):
+        raise TypeError(f"plan: expected a Step, got {type(plan).__name__}")
     check_option("max_window", max_window, int, low=1)
     check("token_ids", token_ids, "B T", dims)
     check("slots", slots, "B", dims)

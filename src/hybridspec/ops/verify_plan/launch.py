@@ -9,7 +9,8 @@ import triton
 from torch import Tensor
 
 from . import triton_build, triton_compact, triton_select, triton_select_large
-from .views import SamplingColumns, VerifyPlan, Workspace
+from .step import Step, Workspace
+from .views import SamplingColumns
 
 __all__ = [
     "LaunchConfig",
@@ -149,7 +150,7 @@ def build_params(
     history_len: Tensor,
     ring_start: Tensor | None,
     max_window: int,
-    plan: VerifyPlan,
+    plan: Step,
 ) -> None:
     """Fill the plan from its `cu_seqlens`; see api.py."""
     num_requests, tokens = token_ids.shape
@@ -178,7 +179,7 @@ def plan_step(
     num_drafts: Tensor | None,
     calibration: Tensor | None,
     max_window: int,
-    plan: VerifyPlan,
+    plan: Step,
     config: LaunchConfig | None = None,
 ) -> None:
     """Select and build, in one launch where the batch is small; see api.py."""

@@ -12,7 +12,8 @@ from .._backends import Supports, always, choose_backend
 from .._library import register
 from .._triton_support import compiler_version, explain_target
 from . import reference
-from .views import SamplingColumns, VerifyPlan
+from .step import Step
+from .views import SamplingColumns
 
 __all__ = [
     "build_params",
@@ -67,13 +68,15 @@ def _select_rows(confidences, slots, num_rows, *rest) -> None:
 def _build_params(token_ids, slots, *rest) -> None:
     *others, plan, backend = rest
     module = _module("build_params", backend, slots, token_ids.shape[1] - 1)
-    module.build_params(token_ids, slots, *others, VerifyPlan.of(plan))
+    step = Step.of(plan, max_seqlen=token_ids.shape[1])
+    module.build_params(token_ids, slots, *others, step)
 
 
 def _plan_step(confidences, token_ids, slots, *rest) -> None:
     *others, plan, backend = rest
     module = _module("plan_step", backend, slots, confidences.shape[1])
-    module.plan_step(confidences, token_ids, slots, *others, VerifyPlan.of(plan))
+    step = Step.of(plan, max_seqlen=token_ids.shape[1])
+    module.plan_step(confidences, token_ids, slots, *others, step)
 
 
 def _compact_hidden(hidden, sources, out, backend) -> None:

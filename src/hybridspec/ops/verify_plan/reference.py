@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._folds import first_fold_length
 from .._requests import check_slots
-from .views import SamplingColumns, VerifyPlan
+from ..ring.fold_rule import first_fold_length
+from .step import Step
+from .views import SamplingColumns
 
 __all__ = [
     "build_params",
@@ -82,7 +83,7 @@ def build_params(
     history_len: Tensor,
     ring_start: Tensor | None,
     max_window: int,
-    plan: VerifyPlan,
+    plan: Step,
 ) -> None:
     """Fill `plan` from its own `cu_seqlens`; see api.py."""
     num_requests, tokens_per_request = token_ids.shape
@@ -127,7 +128,7 @@ def plan_step(
     num_drafts: Tensor | None,
     calibration: Tensor | None,
     max_window: int,
-    plan: VerifyPlan,
+    plan: Step,
 ) -> None:
     """Select, then build; see api.py."""
     select_rows(

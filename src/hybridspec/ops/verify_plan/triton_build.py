@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_folds import is_fold_due
+from ..ring.triton_fold_rule import is_fold_due
 from .triton_select import select_in_block
 
 __all__ = ["build_kernel", "plan_kernel"]

@@ -1,25 +1,27 @@
-"""What concerns whole slots: which requests fold, moving cursors, copying and clearing slots."""
+"""The decision to fold, and everything that moves a cursor."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hybridspec.ops._backends import choose_backend
 from hybridspec.ops._checks import check_option
-from hybridspec.ops._folds import first_fold_length
 from hybridspec.ops._library import register
 from hybridspec.ops._requests import check_slots
 from hybridspec.ops._triton_support import triton_or_reference
-from hybridspec.ops.gated_delta_rule import launch_slots
-from hybridspec.ops.gated_delta_rule.contracts import check_capacity, check_cursors, check_marks
+from hybridspec.ops.ring import launch
+from hybridspec.ops.ring.contracts import (
+    check_capacity,
+    check_cursors,
+    check_marks,
+    check_threshold,
+)
+from hybridspec.ops.ring.fold_rule import first_fold_length
 
-__all__ = ["commit", "copy_slots", "decide_folds", "reset_slots"]
+__all__ = ["advance", "commit", "decide_folds", "restart_windows"]
 
-_cursor_backends = triton_or_reference(launch_slots.explain_cursors)
-_slot_backends = triton_or_reference(launch_slots.explain_slots)
+_backends = triton_or_reference(launch.explain_cursors)
 
 
 def decide_folds(
@@ -122,71 +124,71 @@ def commit(
     )  # fmt: skip
 
 
-def copy_slots(pools: Sequence[Tensor], src_slots: Tensor, dst_slots: Tensor) -> None:
-    """Copy slots in every pool; all sources are read before any target is written.
+def restart_windows(
+    ring_start: Tensor,
+    history_len: Tensor,
+    slots: Tensor | None = None,
+    *,
+    fold_threshold: int,
+    ring_capacity: int,
+) -> None:
+    """Move the cursors of the requests that `verify_rows` folded behind their windows, in place.
 
-    pool[dst_slots[i]] <- pool[src_slots[i]]
+    ring_start <- (ring_start + history_len) mod R and history_len <- 0, where
+    history_len >= fold_threshold and the request has a slot
 
     Args:
-        pools: tensors whose first dimension is the slot, cursors included, [S, ...]; in-out.
-        src_slots: [P], int32; contiguous; in.
-        dst_slots: no slot twice, [P], int32; pairs with a -1 are skipped; in.
+        ring_start: first live ring row of each request, [B], int32; in-out.
+        history_len: live ring rows of each request, [B], int32; in-out.
+        slots: slot of each request, negative = padding, [B], int32; None: all have one; in.
+        fold_threshold: as `verify_rows` got it.
+        ring_capacity: ring rows (R), a power of two.
 
     Raises:
-        TypeError: for a wrong dtype, or for one tensor instead of a list.
-        ValueError: for a wrong shape or stride.
+        TypeError: for a wrong dtype.
+        ValueError: for a wrong shape, stride or capacity.
 
     Numerics:
-        Bits are copied.
+        Integers only.
 
     Source:
         README.md of this package.
     """
-    check_marks({}, src_slots=src_slots, dst_slots=dst_slots)
-    _copy_slots_op(_checked_pools(pools), src_slots, dst_slots)
+    marks = {"ring_start": ring_start, "history_len": history_len}
+    check_marks({}, **marks, **({} if slots is None else {"slots": slots}))
+    check_threshold(fold_threshold)
+    check_capacity(ring_capacity)
+    _restart_windows_op(ring_start, history_len, slots, fold_threshold, ring_capacity)
 
 
-def reset_slots(pools: Sequence[Tensor], slots: Tensor) -> None:
-    """Zero slots in every pool.
+def advance(seq_len: Tensor, slots: Tensor, num_rows: Tensor) -> None:
+    """Move the cursor of the logs over the rows that a prefill stored; all of them stay.
 
-    pool[slots[i]] <- 0
+    seq_len[slots[i]] += num_rows[i]
 
     Args:
-        pools: tensors whose first dimension is the slot, cursors included, [S, ...]; in-out.
-        slots: [P], int32; -1 is skipped; in.
+        seq_len: positions in the logs of each slot, [S], int32; contiguous; in-out.
+        slots: slot of each request, -1 = padding, [B], int32; contiguous; in.
+        num_rows: rows that were stored, [B], int32; ignored in padding; contiguous; in.
 
     Raises:
-        TypeError: for a wrong dtype, or for one tensor instead of a list.
+        TypeError: for a wrong dtype.
         ValueError: for a wrong shape or stride.
 
     Numerics:
-        Exact zeros.
+        Integers only; no host sync.
 
     Source:
         README.md of this package.
     """
-    check_marks({}, slots=slots)
-    _reset_slots_op(_checked_pools(pools), slots)
-
-
-def _checked_pools(pools: Sequence[Tensor]) -> list[Tensor]:
-    if isinstance(pools, Tensor) or not isinstance(pools, Sequence):
-        raise TypeError(f"pools: expected a list of tensors [S, ...], got {type(pools).__name__}")
-    for i, pool in enumerate(pools):
-        if not isinstance(pool, Tensor):
-            raise TypeError(f"pools[{i}]: expected a tensor [S, ...], got {type(pool).__name__}")
-        if pool.dim() == 0 or pool.shape[0] != pools[0].shape[0]:
-            raise ValueError(
-                f"pools[{i}]: expected {pools[0].shape[0]} slots like pools[0], "
-                f"got shape {list(pool.shape)}"
-            )
-    return list(pools)
+    check_cursors({}, seq_len=seq_len)
+    check_marks({}, slots=slots, num_rows=num_rows)
+    stored = torch.where(slots >= 0, num_rows, 0)
+    seq_len.index_add_(0, slots.clamp(min=0).long(), stored)
 
 
 def _choose(name: str, backend: str, *arguments: Tensor) -> str:
-    return choose_backend(
-        f"gated_delta_rule.{name}", backend, _cursor_backends(arguments[0]), *arguments
-    )
+    return choose_backend(f"ring.{name}", backend, _backends(arguments[0]), *arguments)
 
 
 def _decide_folds(
@@ -199,9 +201,7 @@ def _decide_folds(
 ) -> None:
     cursors = (history_len,) if ring_start is None else (history_len, ring_start)
     if _choose("decide_folds", "auto", *cursors, slots, num_verify_tokens, is_fold) == "triton":
-        launch_slots.decide_folds(
-            history_len, ring_start, slots, num_verify_tokens, is_fold, max_window
-        )
+        launch.decide_folds(history_len, ring_start, slots, num_verify_tokens, is_fold, max_window)
         return
     history, numbers = history_len.tolist(), slots.tolist()
     starts = [-1] * len(history) if ring_start is None else ring_start.tolist()
@@ -233,7 +233,7 @@ def _commit(
         seq_len, ring_start, history_len, slots, is_fold, num_verify_tokens, num_committed
     )  # fmt: skip
     if _choose("commit", backend, *arguments) == "triton":
-        launch_slots.commit(*arguments, ring_capacity)
+        launch.commit(*arguments, ring_capacity)
         return
     positions, starts, lengths = seq_len.tolist(), ring_start.tolist(), history_len.tolist()
     check_slots("slots", slots.tolist(), len(positions))
@@ -250,47 +250,38 @@ def _commit(
     num_verify_tokens.zero_()
 
 
-def _copy_slots(pools: list[Tensor], src_slots: Tensor, dst_slots: Tensor) -> None:
-    name = "gated_delta_rule.copy_slots"
-    if choose_backend(name, "auto", _slot_backends(src_slots), src_slots, pools) == "triton":
-        launch_slots.copy_slots(pools, src_slots, dst_slots)
+def _restart_windows(
+    ring_start: Tensor,
+    history_len: Tensor,
+    slots: Tensor | None,
+    fold_threshold: int,
+    ring_capacity: int,
+) -> None:
+    name, candidates = "ring.restart_windows", _backends(history_len)
+    if choose_backend(name, "auto", candidates, history_len, ring_start) == "triton":
+        launch.restart_windows(ring_start, history_len, slots, fold_threshold, ring_capacity)
         return
-    for argument, slots in (("src_slots", src_slots), ("dst_slots", dst_slots)):
-        if pools:
-            check_slots(argument, slots.tolist(), pools[0].shape[0])
-    is_live = (src_slots >= 0) & (dst_slots >= 0)
-    source, target = src_slots[is_live].long(), dst_slots[is_live].long()
-    for pool in pools:
-        pool.index_copy_(0, target, pool.index_select(0, source))
-
-
-def _reset_slots(pools: list[Tensor], slots: Tensor) -> None:
-    name = "gated_delta_rule.reset_slots"
-    if choose_backend(name, "auto", _slot_backends(slots), slots, pools) == "triton":
-        launch_slots.reset_slots(pools, slots)
-        return
-    if pools:
-        check_slots("slots", slots.tolist(), pools[0].shape[0])
-    index = slots[slots >= 0].long()
-    for pool in pools:
-        pool.index_fill_(0, index, 0)
+    is_fold = history_len >= fold_threshold
+    if slots is not None:
+        is_fold &= slots >= 0
+    moved = (ring_start + history_len) & (ring_capacity - 1)
+    ring_start.copy_(torch.where(is_fold, moved, ring_start))
+    history_len.masked_fill_(is_fold, 0)
 
 
 _decide_folds_op = register(
-    "gated_delta_rule_decide_folds(Tensor history_len, Tensor? ring_start, Tensor slots, "
+    "ring_decide_folds(Tensor history_len, Tensor? ring_start, Tensor slots, "
     "Tensor num_verify_tokens, Tensor(a!) is_fold, int max_window)",
     _decide_folds,
 )
 _commit_op = register(
-    "gated_delta_rule_commit(Tensor(a!) seq_len, Tensor(b!) ring_start, Tensor(c!) history_len, "
+    "ring_commit(Tensor(a!) seq_len, Tensor(b!) ring_start, Tensor(c!) history_len, "
     "Tensor slots, Tensor(d!) is_fold, Tensor(e!) num_verify_tokens, Tensor num_committed, "
     "int ring_capacity, str backend)",
     _commit,
 )
-_copy_slots_op = register(
-    "gated_delta_rule_copy_slots(Tensor(a!)[] pools, Tensor src_slots, Tensor dst_slots)",
-    _copy_slots,
-)
-_reset_slots_op = register(
-    "gated_delta_rule_reset_slots(Tensor(a!)[] pools, Tensor slots)", _reset_slots
+_restart_windows_op = register(
+    "ring_restart_windows(Tensor(a!) ring_start, Tensor(b!) history_len, "
+    "Tensor? slots, int fold_threshold, int ring_capacity)",
+    _restart_windows,
 )

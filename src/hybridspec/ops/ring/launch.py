@@ -43,8 +43,8 @@ def decide_folds(
     is_fold: Tensor,
     max_window: int,
 ) -> None:
-    """Launch `triton_slots.decide_folds_kernel`."""
-    from hybridspec.ops.gated_delta_rule.triton_slots import decide_folds_kernel
+    """Launch `triton_cursors.decide_folds_kernel`."""
+    from hybridspec.ops.ring.triton_cursors import decide_folds_kernel
 
     num_requests = slots.shape[0]
     with torch.cuda.device_of(slots):
@@ -64,8 +64,8 @@ def commit(
     num_committed: Tensor,
     ring_capacity: int,
 ) -> None:
-    """Launch `triton_slots.commit_kernel`: one launch for all layers of a step."""
-    from hybridspec.ops.gated_delta_rule.triton_slots import commit_kernel
+    """Launch `triton_cursors.commit_kernel`: one launch for all layers of a step."""
+    from hybridspec.ops.ring.triton_cursors import commit_kernel
 
     num_requests = slots.shape[0]
     with torch.cuda.device_of(slots):
@@ -82,8 +82,8 @@ def restart_windows(
     fold_threshold: int,
     ring_capacity: int,
 ) -> None:
-    """Launch `triton_slots.restart_windows_kernel`."""
-    from hybridspec.ops.gated_delta_rule.triton_slots import restart_windows_kernel
+    """Launch `triton_cursors.restart_windows_kernel`."""
+    from hybridspec.ops.ring.triton_cursors import restart_windows_kernel
 
     num_requests = history_len.shape[0]
     with torch.cuda.device_of(history_len):
@@ -94,8 +94,8 @@ def restart_windows(
 
 
 def copy_slots(pools: list[Tensor], src_slots: Tensor, dst_slots: Tensor) -> None:
-    """Gather all sources of a pool, then write them with `triton_slots.write_slots_kernel`."""
-    from hybridspec.ops.gated_delta_rule.triton_slots import write_slots_kernel
+    """Gather all sources of a pool, then write them with `triton_copies.write_slots_kernel`."""
+    from hybridspec.ops.ring.triton_copies import write_slots_kernel
 
     sources = src_slots.clamp_min(0).long()
     for pool in pools:
@@ -109,8 +109,8 @@ def copy_slots(pools: list[Tensor], src_slots: Tensor, dst_slots: Tensor) -> Non
 
 
 def reset_slots(pools: list[Tensor], slots: Tensor) -> None:
-    """Launch `triton_slots.reset_slots_kernel` once per pool."""
-    from hybridspec.ops.gated_delta_rule.triton_slots import reset_slots_kernel
+    """Launch `triton_copies.reset_slots_kernel` once per pool."""
+    from hybridspec.ops.ring.triton_copies import reset_slots_kernel
 
     for pool in pools:
         count, layout = _layout(pool)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybridspec.ops import _folds
+from hybridspec.ops.ring import fold_rule
 
 __all__ = ["is_fold_due"]
 
-STEP = tl.constexpr(_folds.STEP)
-PERIOD = tl.constexpr(_folds.PERIOD)
+STEP = tl.constexpr(fold_rule.STEP)
+PERIOD = tl.constexpr(fold_rule.PERIOD)
 
 
 @triton.jit

@@ -1,0 +1,112 @@
+// How a warp holds matrices, and what a launch of the verify kernel passes.
+//
+// Keys and queries of a step are the rows of X: up to four tokens fit into one tile of eight rows,
+// k_0 .. k_3, then q_0 .. q_3; up to eight take two tiles, one of keys and one of queries. Results have
+// value rows down and rows of X across, so nothing is multiplied for tokens that do not exist.
+//
+// Lane (g, t) = (lane / 4, lane % 4). A row of 32 numbers is four chunks of 16 bytes, one for each t,
+// so lane (g, t) loads numbers 8t .. 8t+7 of row g at once. Tensor-core products sum over pairs
+// (2t, 2t+1) of each lane, and any order of the sum will do if both operands have it: register j of a
+// chunk serves as pair j, that is columns 8t+2j, 8t+2j+1. The same holds for value rows: those of lane
+// row g are 8 (g / 2) + 2j + g % 2 of 32 for each j, and what comes out is transposed into register j of
+// a chunk.
+//
+// The launch defines: ACT (Bf16 or Fp16), STATE_BITS (16: as ACT, 32, 8), GATE_BITS (16: as ACT, or
+// 32), HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, STATE_STRIDE (bytes between state rows), MOST_TOKENS
+// (4 or 8), SPLITS, WARPS, BLOCKS_PER_MULTIPROCESSOR, EVICT_FIRST (whether states that are only
+// read leave the cache early).
+#pragma once
+
+#include "primitives.cuh"
+
+constexpr int TILES = MOST_TOKENS / 4;        // of rows of X
+constexpr int NEVER = 0x7fffffff;             // a fold_threshold
+constexpr int GROUPS = KEY_DIM / 32;          // of key columns
+constexpr int PART = VALUE_DIM / SPLITS;      // value rows of one warp
+constexpr int BLOCKS = PART / 32;             // of value rows
+constexpr int RATIO = VALUE_HEADS / HEADS;    // value heads of a key head
+
+static_assert(KEY_DIM % 32 == 0 && PART % 32 == 0, "rows are loaded 32 numbers at a time");
+
+struct Params {
+    const uint16 *q, *k, *v;          // [N, H, K], [N, H, K], [N, HV, V]
+    const void *a, *b;                // [N, HV]
+    const float *A_log, *dt_bias;     // [HV]
+    uint8* state;                     // [S, HV, V, K]
+    uint8* state_scale;               // [S, HV, V, K / 32] bf16, factors of an 8-bit state
+    uint16 *ring_k, *ring_u;          // [S, H, R, K], [S, HV, R, V]
+    float* ring_decay;                // [S, HV, R]
+    uint16* out;                      // [N, HV, V]
+    const int *ring_start, *history_len;  // [S], or [B] if cursors are by row; no ring_start: 0
+    const int *cu_seqlens, *slots;    // [B + 1], [B]; none: equally many rows each, slot b
+    const signed char* is_fold;       // [B]; none: windows of at least fold_threshold rows fold
+    uint32 q_stride_n, q_stride_h, k_stride_n, k_stride_h, v_stride_n, v_stride_h;
+    uint32 a_stride_n, b_stride_n, out_stride_n, out_stride_h;
+    uint32 state_stride_s, state_stride_h, scale_stride_s, scale_stride_h;  // bytes
+    uint32 ring_k_stride_s, ring_k_stride_h, ring_k_stride_r;
+    uint32 ring_u_stride_s, ring_u_stride_h, ring_u_stride_r;
+    uint32 decay_stride_s, decay_stride_h;
+    uint32 num_requests, num_rows, rows_per_request, ring_capacity;
+    int fold_threshold, cursors_by_row, zero_padding, use_l2norm;
+    float scale, beta_scale;
+};
+
+DEVICE uint64 offset(uint32 index, uint32 stride) { return static_cast<uint64>(index) * stride; }
+
+// The row of X that lane row g holds in a tile: which token, and whether it is the query.
+DEVICE uint32 token_of(uint32 g) { return TILES == 1 ? g % 4 : g; }
+DEVICE bool is_query(int tile, uint32 g) { return TILES == 1 ? g >= 4 : tile == 1; }
+
+// What a warp works on, PART value rows of a head of a request from value_first on, and its lane (g, t).
+struct Work {
+    uint32 request, h, hv, value_first, g, t;
+    DEVICE Work() {
+        const uint32 item = block_index() * WARPS + warp_index();
+        hv = item / SPLITS % VALUE_HEADS, request = item / SPLITS / VALUE_HEADS;
+        value_first = item % SPLITS * PART, h = hv / RATIO;
+        g = lane_index() / 4, t = lane_index() % 4;
+    }
+};
+
+// Rows of the step and of the ring that a request has.
+struct Request {
+    uint32 slot, history, start, ring_mask;
+    int num_tokens;
+    uint32 token;  // the lane's row of q, k, v, a, b and out: that of token_of(g), or the last one
+    DEVICE Request(const Params& p, const Work& work, uint32 slot, uint32 first, int num_tokens)
+        : slot(slot), num_tokens(num_tokens) {
+        const uint32 cursor = p.cursors_by_row ? work.request : slot;
+        history = p.history_len[cursor], start = p.ring_start ? p.ring_start[cursor] : 0;
+        ring_mask = p.ring_capacity - 1;
+        token = first + (has(work.g) ? token_of(work.g) : num_tokens - 1);
+    }
+    DEVICE bool has(uint32 g) const { return int(token_of(g)) < num_tokens; }
+    DEVICE uint32 ring_row(uint32 index) const { return (start + index) & ring_mask; }
+};
+
+// Rows g and g + 8 of the live window.
+struct Window {
+    uint32 row[2];
+    bool live[2];
+    DEVICE Window(const Request& request, uint32 g) {
+        UNROLL
+        for (int half = 0; half < 2; ++half)
+            row[half] = request.ring_row(g + 8 * half), live[half] = g + 8 * half < request.history;
+    }
+};
+
+// Where the pools have what a warp works on: row 0 of the ring and the first value row of the state;
+// ring_k and ring_u from the lane's columns on.
+struct Pools {
+    uint8 *state, *scales;
+    uint16 *ring_k, *ring_u;
+    float* ring_decay;
+};
+
+// d = c + rows other^T for 32 columns, of which a lane has those of row g: rows g and g + 8 of the
+// left factor are `first` and `second`. Lane (g, t) gets columns 2t, 2t + 1 of both.
+template <class Type = ACT>
+DEVICE void multiply(float (&d)[4], const Chunk& first, const Chunk& second, const Chunk& other, const float (&c)[4]) {
+    Type::mma(d, {first.r[0], second.r[0], first.r[1], second.r[1]}, other.r[0], other.r[1], c);
+    Type::mma(d, {first.r[2], second.r[2], first.r[3], second.r[3]}, other.r[2], other.r[3], d);
+}

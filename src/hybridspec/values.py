@@ -1,0 +1,88 @@
+"""Checks of what a caller hands in, with messages that name the argument and stay one line."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = [
+    "flag",
+    "integer",
+    "listed",
+    "number",
+    "optional_integer",
+    "optional_text",
+    "shown",
+]
+
+_MAX_SHOWN = 200  # characters of a value in a message
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: never longer than a line."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return what counts as an integer, NumPy's too, as a plain one."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an integer, got {shown(value)}")
+    if found < low or (high is not None and found > high):
+        bound = f"at least {low}" if high is None else f"in {low}..{high}"
+        raise ValueError(f"{name}: expected an integer {bound}, got {shown(value)}")
+    return found
+
+
+def optional_integer(name: str, value: Any, low: int, high: int | None = None) -> int | None:
+    """Return the same of what may be None."""
+    return None if value is None else integer(name, value, low, high)
+
+
+def number(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> float:
+    """Return a real number, NumPy's too, as a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a number, got {shown(value)}")
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not low <= found <= high or (above_low and found == low):
+        opening = "(" if above_low else "["
+        raise ValueError(
+            f"{name}: expected a number in {opening}{low:g}, {high:g}], got {shown(value)}"
+        )
+    return found
+
+
+def optional_text(name: str, value: Any) -> None:
+    """Check a text, not an empty one, that may be None."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name}: expected a text, got {shown(value)}")
+    if value == "":
+        raise ValueError(f"{name}: expected a text, got an empty one")
+
+
+def flag(name: str, value: Any) -> None:
+    """Check a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {shown(value)}")
+
+
+def listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
+    """Return a list as a tuple, an empty one for None."""
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise TypeError(f"{name}: expected a list of {what}, got {shown(value)}")
+    return tuple(value)
