@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._backends import always, choose_backend
+from hybridspec.ops._backends import choose_backend
 from hybridspec.ops._checks import check_devices, check_option
 from hybridspec.ops._library import register
 from hybridspec.ops._triton_support import triton_or_reference
-from hybridspec.ops.gated_delta_rule import launch, launch_cuda, reference
+from hybridspec.ops.gated_delta_rule import fla, launch, launch_cuda, reference
 from hybridspec.ops.gated_delta_rule import prefill as reference_prefill
-from hybridspec.ops.gated_delta_rule.choice import verify_backends
+from hybridspec.ops.gated_delta_rule.choice import prefill_backends, verify_backends
 from hybridspec.ops.gated_delta_rule.contracts import (
     check_is_fold,
     check_options,
@@ -23,7 +23,6 @@ from hybridspec.ops.ring.view import RingView, check_window
 
 __all__ = ["fold", "materialize", "prefill", "verify"]
 
-_PREFILL_BACKENDS = {"reference": always}
 _advance_backends = triton_or_reference(launch.explain_advance)
 _ROWS = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias"
 _RING = "Tensor ring_start, Tensor history_len, int max_window"
@@ -79,13 +78,14 @@ def prefill(
         chunk_size: rows that are solved at once.
         state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; last stride 1; in-out.
         out: where to write, [N, HV, V]; last stride 1; out.
-        backend: "auto" or "reference".
+        backend: "auto", "fla" or "reference".
 
     Returns:
         [N, HV, V] in the dtype of `v`; zeros in rows that belong to no slot.
 
     Raises:
         TypeError: for a dtype or an option of a kind that is not supported.
+        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
         ValueError: for a wrong shape, stride, device, option or backend, or (reference) a slot
             with live rows or one that occurs twice, or more rows in a request than `max_seqlen`.
 
@@ -93,6 +93,9 @@ def prefill(
         fp32 (fp64 if q, a or state is). The state is rounded once, at the end (int8 as in
         `fold`); outputs once. Chunks are solved by substitution, decays are exponentials
         of differences <= 0.
+        "fla" (flash-linear-attention) accumulates in fp32, and rounds the normed q and k, the
+        inverse of a chunk's system, the corrections and the state that each chunk reads to the
+        dtype of q; the inverse is computed in tf32.
 
     Source:
         Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), section 3.3 and equation 10.
@@ -310,10 +313,14 @@ def _ring(
     )
 
 
-def _prefill(*args) -> None:
+def _prefill(q: Tensor, *args) -> None:
     *call, max_seqlen, state_scale, backend = args
-    choose_backend("gated_delta_rule.prefill", backend, _PREFILL_BACKENDS)
-    reference_prefill.prefill(*call, max_seqlen, state_scale)
+    chosen = choose_backend(
+        "gated_delta_rule.prefill", backend, prefill_backends(q),
+        q, *call[:7], call[9], call[10], call[-1],
+    )  # fmt: skip
+    module = fla if chosen == "fla" else reference_prefill
+    module.prefill(q, *call, max_seqlen, state_scale)
 
 
 def _verify(*args) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,11 @@ _PREFILL_BACKENDS: dict[str, Supports] = {
     "reference": always,
 }
 _PREFILL_BACKENDS_ON_CPU: dict[str, Supports] = {"reference": always, **_PREFILL_BACKENDS}
-_PREFILL = {"fa3": fa3.verify, "triton": launch_prefill.prefill, "reference": reference.prefill}
+_PREFILL: dict[str, Callable[..., None]] = {
+    "fa3": fa3.verify,
+    "triton": launch_prefill.prefill,
+    "reference": reference.prefill,
+}
 # In order of preference; measured in benchmarks/attention_verify.py.
 _VERIFY_BACKENDS: dict[str, Supports] = {
     "triton": launch.explain_verify,
