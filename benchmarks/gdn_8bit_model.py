@@ -65,7 +65,6 @@ class Decoder:
     def step(self, rows: dict[int, list[int]], num_committed: list[int]) -> torch.Tensor:
         """Feed the rows of some slots, commit the first of each; return logits of all rows."""
         pools = self.pools
-        options = pools.specs.options
         slots = list(rows)
         step = Step.of_rows(
             slots,
@@ -76,14 +75,14 @@ class Decoder:
         )
         ring_ops.decide_folds(
             pools.history_len, step.slots, step.num_verify_tokens, step.is_fold,
-            max_window=options.max_window,
+            max_window=pools.max_window,
         )  # fmt: skip
         self.num_folds += int(step.is_fold.sum())
         logits = self.model.logits(self.model.forward(step, pools.memories))
         ring_ops.commit(
             pools.seq_len, pools.ring_start, pools.history_len, step.slots, step.is_fold,
             step.num_verify_tokens, torch.tensor(num_committed, dtype=torch.int32),
-            ring_capacity=options.ring_capacity,
+            ring_capacity=pools.ring_capacity,
         )  # fmt: skip
         return logits
 

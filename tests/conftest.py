@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from helpers.interpreter import Interpreter, is_interpreting
+
 ROOT = Path(__file__).resolve().parent.parent
+
+INTERPRETER = Interpreter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +32,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.fail("needs a CUDA device, torch finds none", pytrace=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Hand tests of interpreted kernels to the process for them."""
+    if is_interpreting() or pyfuncitem.get_closest_marker("interpreted") is None:
+        return None
+    INTERPRETER.run(pyfuncitem)
+    return True
+
+
+def pytest_sessionfinish() -> None:
+    """End that process."""
+    INTERPRETER.stop()
 
 
 @pytest.fixture

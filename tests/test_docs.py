@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hybridspec.cli import main
-from hybridspec.cli.arguments import build_parser, parse
+from hybridspec.cli.arguments import parse
+from hybridspec.cli.parser import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(

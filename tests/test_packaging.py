@@ -40,7 +40,7 @@ def test_it_holds_every_module_and_the_bundled_files(wheel: zipfile.ZipFile) -> 
     here = {
         f"hybridspec/{file.relative_to(SOURCE).as_posix()}"
         for file in SOURCE.rglob("*")
-        if file.is_file() and (file.suffix in (".py", ".typed") or "bundled" in file.parts)
+        if file.is_file() and (file.suffix in (".py", ".typed", ".html") or "bundled" in file.parts)
         if "__pycache__" not in file.parts
     }
     assert here <= inside

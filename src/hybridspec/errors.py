@@ -4,17 +4,20 @@ from __future__ import annotations
 
 __all__ = ["CapacityError", "CheckpointError", "UnsupportedError", "visible"]
 
+_MAX_CHARACTERS = 1000  # of a message
+
 
 def visible(text: str) -> str:
-    """Return text in one line, with whatever is no printable character escaped.
+    """Return text in one line of bounded length, whatever is no printable character escaped.
 
     Messages quote files that others made, and an escape sequence in one would act on the terminal.
     """
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
+    if not text.isprintable():
+        text = "".join(
+            char if char.isprintable() else char.encode("unicode_escape").decode()
+            for char in text[:_MAX_CHARACTERS]
+        )
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."
 
 
 class UnsupportedError(NotImplementedError):

@@ -18,6 +18,7 @@ __all__ = [
     "shown",
 ]
 
+_MAX_INTEGER = 2**63 - 1
 _MAX_SHOWN = 200  # characters of a value in a message
 
 
@@ -25,8 +26,8 @@ def shown(value: Any) -> str:
     """Return a value as a message shows it: never longer than a line."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no integer of more than some thousand digits
-        return "a number of thousands of digits"
+    except (ValueError, RecursionError):  # thousands of digits, or of levels
+        return f"a value of type {type(value).__name__} that is too large to show"
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
@@ -38,8 +39,10 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
         found = None
     if found is None or isinstance(value, bool):
         raise TypeError(f"{name}: expected an integer, got {shown(value)}")
-    if found < low or (high is not None and found > high):
-        bound = f"at least {low}" if high is None else f"in {low}..{high}"
+    if not low <= found <= (_MAX_INTEGER if high is None else high):
+        bound = f"in {low}..{high}"
+        if high is None:
+            bound = f"at least {low}" if found < low else f"at most {_MAX_INTEGER}"
         raise ValueError(f"{name}: expected an integer {bound}, got {shown(value)}")
     return found
 
@@ -83,6 +86,7 @@ def listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
     """Return a list as a tuple, an empty one for None."""
     if value is None:
         return ()
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+    has_items = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+    if not has_items or getattr(value, "ndim", 1) == 0:  # arrays of no dimension have no items
         raise TypeError(f"{name}: expected a list of {what}, got {shown(value)}")
     return tuple(value)

@@ -19,6 +19,7 @@ ON_A_CPU = {
 ON_A_GPU = {
     "attention_parts.py": ["--iterations", 1, "--limit", 1],
     "attention_verify.py": ["--iters", 1, "--jobs", 1, "--limit", 1],
+    "choose_tokens.py": ["--rows", 2, "--vocab", 5000, "--iterations", 1],
     "gdn_8bit_forms.py": ["--first", "--tokens", 24, "--device", "cuda"],
     "gdn_drift.py": ["--steps", 500, "--modes", "bf16"],
     "gdn_fold_stagger.py": ["--steps", 8, "--rounds", 1],
@@ -44,6 +45,15 @@ def test_on_a_cpu(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     run_here(f"benchmarks/{name}", *ON_A_CPU[name], "--json", file)
     result = last_line(capsys.readouterr().out)
     assert result["commit"] and result == json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("name", sorted(ON_A_GPU.keys() - ON_A_CPU.keys()))
+def test_what_needs_a_gpu_says_how_it_is_called(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which at least imports everything that it uses."""
+    run_here(f"benchmarks/{name}", "--help")
+    assert capsys.readouterr().out.startswith(f"usage: {name}")
 
 
 @pytest.mark.gpu

@@ -10,19 +10,36 @@ from collections.abc import Callable
 import pytest
 
 import hybridspec
-from hybridspec.cli.arguments import UsageError, engine_options, parse, sampling_params
+from hybridspec.cli.arguments import engine_options, parse, sampling_params
+from hybridspec.cli.usage import UsageError
 from hybridspec.config import EngineConfig, SamplingParams
+
+# For programs: what they do is no matter of a text on a terminal.
+WITHOUT_FLAGS = {
+    "allowed_token_ids",
+    "detokenize",
+    "enforce_eager",
+    "include_stop_str_in_output",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+}
 
 
 def test_every_parameter_of_a_request_has_a_flag() -> None:
     arguments = vars(parse(["generate"]))
     names = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert names <= arguments.keys()
+    assert names - WITHOUT_FLAGS <= arguments.keys()
 
 
 @pytest.mark.parametrize("command", ["generate", "compare", "info"])
 def test_every_engine_option_has_a_flag(command: str) -> None:
-    assert EngineConfig(**engine_options(parse([command]))) == EngineConfig()
+    options = engine_options(parse([command]))
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert options.keys() == names - WITHOUT_FLAGS - {"seed"}  # --seed is the request's
+    assert EngineConfig(**options) == EngineConfig()
 
 
 def test_defaults_are_those_of_the_library_but_greedy() -> None:
@@ -63,6 +80,22 @@ def test_no_speculation_is_zero_drafts() -> None:
         ("info --draft-tokens 0 --mtp-from x", "--mtp-from: expected drafts from a head, got"),
         ("generate --drafter none --mtp-from x", "got plain decoding"),
         ("compare --drafter lookup --mtp-from x", "got --drafter lookup"),
+        ("generate --no-speculation --drafter mtp", "--no-speculation and --drafter: give one"),
+        ("info --no-speculation --drafter lookup", "--no-speculation and --drafter: give one"),
+        ("generate --no-speculation --verify-rows 4", "--no-speculation and --verify-rows"),
+        ("generate --draft-tokens 0 --verify-rows 4", "--draft-tokens 0 and --verify-rows"),
+        ("generate --draft-tokens 0 --drafter mtp", "--draft-tokens 0 and --drafter: give one"),
+        ("generate --drafter none --draft-tokens 5", "--drafter none and --draft-tokens: give"),
+        ("generate --drafter none --verify-rows 5", "--drafter none and --verify-rows: give one"),
+        ("generate --json --quiet", "--json and --quiet: give one of them"),
+        ("generate --logit-bias 3:1 --logit-bias 3:2", "--logit-bias: expected each token once"),
+        ("generate --chat --template-arg a=1 --template-arg a=2", "expected each name once, got a"),
+        ("generate --system=", "--system: needs --chat"),
+        ("generate --chat-template=", "--chat-template: needs --chat"),
+        ("generate --template-arg=", "--template-arg: needs --chat"),
+        ("generate --prompt-file=", "--prompt-file: expected a file, got an empty name"),
+        ("generate --chat --chat-template=", "--chat-template: expected a file or a name, got an"),
+        ("generate --revision main", "revision: expected an id on the hub with it, got"),
         ("generate --system x", "--system: needs --chat"),
         ("generate --chat-template x", "--chat-template: needs --chat"),
         ("generate --template-arg a=1", "--template-arg: needs --chat"),
@@ -74,6 +107,9 @@ def test_no_speculation_is_zero_drafts() -> None:
         ("generate --chat --template-arg x", "--template-arg: expected NAME=VALUE, got 'x'"),
         ("generate --chat --template-arg a-b=1", "--template-arg: expected NAME=VALUE"),
         ("generate --chat --template-arg messages=1", "--template-arg: expected another name"),
+        ("generate --chat --template-arg chat_template_kwargs=1", "expected another name than"),
+        ("generate --chat --template-arg add_generation_prompt=1", "expected true or false as add"),
+        ("generate --chat --template-arg continue_final_message=x", "got 'x'"),
         ("generate --chat --template-arg tools=5", "--template-arg: expected a list as tools"),
         ("generate --chat --chat-template no/such.jinja", "no/such.jinja: No such file"),
         ("compare --num-prompts 0", "--num-prompts"),
@@ -110,8 +146,11 @@ def test_a_wrong_command_line_is_one_line(cli: Callable, words: str, said: str) 
         "--frequency-penalty nan",
         "--presence-penalty inf",
         "--logit-bias 3:101",
-        "--logprobs -1",
-        "--prompt-logprobs -1",
+        "--logprobs -2",
+        "--prompt-logprobs -2",
+        "--threads 0",
+        f"--temperature 1{'0' * 400}",
+        f"--top-k 1{'0' * 4000}",
         "--n 0",
         "--seed -1",
         "--stop-token-id -1",

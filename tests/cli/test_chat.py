@@ -172,6 +172,22 @@ def test_a_real_model(
     )
 
 
+def test_a_template_that_does_not_compile(
+    cli: Callable, monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "broken.jinja"
+    for text, said in (
+        ("{% break %}", "chat_template: not valid Jinja, 'break' outside loop"),
+        ("{{ 'a' * 3000000000 }}", "the chat template fails on them: it takes more than"),
+    ):
+        template.write_text(text, encoding="utf-8")
+        say(monkeypatch, "Hello\n")
+        flags = ("--model", str(folder), "--chat-template", str(template))
+        outcome = cli("generate", "--chat", *flags)
+        assert (outcome.status, outcome.out) == (2, "")
+        assert said in outcome.err and outcome.err.count("\n") == 1
+
+
 def test_an_answer_comes_before_the_next_question() -> None:
     """In a real process, over pipes that stay open."""
     code = f"""

@@ -130,3 +130,23 @@ def test_a_missing_extra_is_named() -> None:
     assert done.stderr == (
         "hybridspec: error: rich is not installed: pip install 'hybridspec[engine]'\n"
     )
+
+
+@pytest.mark.parametrize("module", ["hybridspec.cli.parser", "torch"])
+def test_an_interrupt_while_modules_load_is_quiet(module: str) -> None:
+    code = f"""
+        import importlib.abc, sys
+
+        class Interrupt(importlib.abc.MetaPathFinder):
+            def find_spec(self, name, path, target=None):
+                if name == {module!r}:
+                    raise KeyboardInterrupt
+
+        sys.meta_path.insert(0, Interrupt())
+        from hybridspec.cli import main
+        sys.exit(main(["generate", "x"]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -6,16 +6,18 @@ import contextlib
 import io
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from helpers.fake_engine import FakeLLM, ScriptedStep
 from hybridspec.cli import main
-from hybridspec.cli.generate import _reports_as_json
 from hybridspec.cli.render import PlainConsole
+from hybridspec.cli.report import _reports_as_json
 from hybridspec.speculate import Logprob
 
 
@@ -86,3 +88,44 @@ def test_json_has_no_numbers_that_json_lacks() -> None:
     [[first, second]] = _reports_as_json(SimpleNamespace(tokenizer=None), reports)
     assert first["logprob"] is None
     assert json.loads(json.dumps(second, allow_nan=False))["logprob"] is None
+
+
+def test_an_empty_pipe_is_no_prompt(tmp_path: Path) -> None:
+    """It was meant to be one, so the package's own does not take its place."""
+    empty = tmp_path / "empty"
+    empty.write_bytes(b"")
+    for source in (subprocess.PIPE, empty.open("rb")):
+        with subprocess.Popen(
+            [sys.executable, "-m", "hybridspec", "generate"],
+            stdin=source,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            out, err = process.communicate("" if source == subprocess.PIPE else None, timeout=120)
+        assert (process.returncode, out) == (2, "")
+        assert err == ("hybridspec: error: standard input: expected a prompt, got an empty one\n")
+        if source != subprocess.PIPE:
+            source.close()
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(
+    cli: Callable, fake: FakeLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompt"
+    file.write_bytes(b"\xef\xbb\xbfsay")
+    cli("generate", "--prompt-file", str(file))
+    cli("generate", "\ufeffsay")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
+    cli("generate", "-")
+    assert fake.prompts == [[ord(letter) for letter in "say"]] * 3
+    template = tmp_path / "template"
+    template.write_bytes(b"\xef\xbb\xbf{{ messages }}")
+    stdin = io.TextIOWrapper(io.BytesIO(file.read_bytes()), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    cli("generate", "--chat", "--chat-template", str(template))
+    [(messages, options)] = fake.chats
+    assert messages[0]["content"] == "say"
+    assert options == {"chat_template": "{{ messages }}"}
+    file.write_bytes(b"\xef\xbb\xbf")
+    assert "got an empty one" in cli("generate", "--prompt-file", str(file)).err

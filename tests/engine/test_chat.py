@@ -120,6 +120,8 @@ def test_default_sampling_params(tmp_path: Path) -> None:
             '{"temperature": 1%s}' % ("0" * 400),
             "generation_config.json: temperature: expected a number in",
         ),
+        ('{"do_sample": "no"}', "generation_config.json: do_sample: expected a bool, got 'no'"),
+        ('{"do_sample": 0}', "generation_config.json: do_sample: expected a bool, got 0"),
         ('{"suppress_tokens": 3}', "generation_config.json: suppress_tokens: expected a list, got"),
         ('{"bad_words_ids": 3, "suppress_tokens": [3]}', "json: bad_words: expected a list, got 3"),
         ('{"bad_words_ids": [3]}', "generation_config.json: bad_words: expected texts or lists"),

@@ -16,9 +16,9 @@ from hybridspec import LLM, CapacityError, SamplingParams, UnsupportedError
 from hybridspec.config import EngineConfig
 from hybridspec.engine import memory
 from hybridspec.engine import scheduler as scheduler_module
-from hybridspec.models import HybridModel, load_model
+from hybridspec.engine.resolve import Resolved, resolve
 from hybridspec.ops.paged_attention import fa3
-from hybridspec.runtime import KvMemory, MemoryOptions
+from hybridspec.runtime import KvMemory
 
 LAYOUTS = ("paged", "contiguous")
 
@@ -46,11 +46,6 @@ def tokens(llm: LLM, count: int = 8) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def plain(tiny: TinyCheckpoint) -> list[list[int]]:
     return tokens(LLM(tiny.folder, draft_tokens=0, device="cpu"))
-
-
-@pytest.fixture(scope="module")
-def model(tiny: TinyCheckpoint) -> HybridModel:
-    return load_model(tiny.folder)
 
 
 @pytest.mark.parametrize("k", [0, 3, 7])
@@ -169,50 +164,51 @@ def test_memory_of_a_request(tiny: TinyCheckpoint) -> None:
 GIB = 1 << 30
 
 
+def resolved_on_gpu(tiny: TinyCheckpoint, **options: object) -> Resolved:
+    """What would be decided for a GPU, where no kernel is asked whether it serves."""
+    fixed = {"device": "cpu", "dtype": "bfloat16", "memory_fraction": 1.0, "max_num_seqs": 256}
+    config = EngineConfig(**fixed, **options)
+    return replace(resolve(tiny.folder, config), device=torch.device("cuda"))
+
+
 def plan_on_gpu(
-    model: HybridModel,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    free: int,
-    **options: object,
+    resolved: Resolved, monkeypatch: pytest.MonkeyPatch, *, free: int
 ) -> memory.PoolPlan:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 4 * GIB))
-    on_gpu = replace(model, device=torch.device("cuda"), dtype=torch.bfloat16)
-    return memory.plan_pools(on_gpu, EngineConfig(memory_fraction=1.0, **options))[1]
+    return memory.plan_pools(resolved)
 
 
 @pytest.mark.parametrize("free", [1 << 21, 1 << 23, GIB], ids=["2 MiB", "8 MiB", "1 GiB"])
 def test_slots_and_pages_fit_the_memory(
-    model: HybridModel, monkeypatch: pytest.MonkeyPatch, free: int
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, free: int
 ) -> None:
     for layout in LAYOUTS:
-        plan = plan_on_gpu(model, monkeypatch, free=free, kv_layout=layout, max_model_len=300)
-        slot = plan.specs.request_bytes()
-        page = plan.page_size * plan.specs.token_bytes()
+        resolved = resolved_on_gpu(tiny, kv_layout=layout, max_model_len=300)
+        plan = plan_on_gpu(resolved, monkeypatch, free=free)
+        slot = resolved.specs.request_bytes()
+        page = resolved.page_size * resolved.specs.token_bytes()
         used = plan.num_slots * slot + plan.num_pages * page
         assert used <= free and plan.num_slots >= 1
         if layout == "paged":
-            assert (plan.page_size, plan.max_pages_per_slot) == (64, 5)
+            assert (resolved.page_size, resolved.max_pages_per_slot) == (64, 5)
             continue
-        assert (plan.page_size, plan.max_pages_per_slot) == (300, 1)
+        assert (resolved.page_size, resolved.max_pages_per_slot) == (300, 1)
         assert plan.num_slots == plan.num_pages
         assert used + slot + page > free or plan.num_slots == 256
 
 
-def test_contexts_that_do_not_fit(
-    model: HybridModel, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contexts_that_do_not_fit(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot of 512 tokens takes 0.25 MiB of keys and values more than one of short requests."""
     text = (
         r"max_model_len: with kv_layout 'contiguous' a request takes the memory of 512 tokens, "
         r"\d+ MiB, and there are 0 MiB; lower max_model_len, or take kv_layout 'paged'"
     )
-    options = MemoryOptions(dtype=torch.bfloat16, state_dtype=torch.float32)
-    slot = model.memory_specs(options).request_bytes()
-    free = slot + (1 << 17)
+    long = resolved_on_gpu(tiny, kv_layout="contiguous")
+    free = long.specs.request_bytes() + (1 << 17)
     with pytest.raises(CapacityError, match=text):
-        plan_on_gpu(model, monkeypatch, free=free, kv_layout="contiguous")
-    plan_on_gpu(model, monkeypatch, free=free, kv_layout="contiguous", max_model_len=64)
+        plan_on_gpu(long, monkeypatch, free=free)
+    short = resolved_on_gpu(tiny, kv_layout="contiguous", max_model_len=64)
+    plan_on_gpu(short, monkeypatch, free=free)
     monkeypatch.setattr(memory, "available_bytes", lambda device: 1 << 18)
     with pytest.raises(CapacityError, match=text):
         LLM(tiny.folder, device="cpu", kv_layout="contiguous")

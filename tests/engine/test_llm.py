@@ -12,7 +12,7 @@ from helpers.ascii_tokenizer import END, text_of, write_ascii_tokenizer
 from helpers.chat_templates import add_chat_files
 from helpers.tiny_checkpoints import build_tiny_checkpoint
 from hybridspec import LLM, CapacityError, CheckpointError, SamplingParams, UnsupportedError
-from hybridspec.engine import memory
+from hybridspec.engine import resolve as resolve_module
 from hybridspec.engine.outputs import RequestStats
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -271,7 +271,7 @@ def test_threads_of_a_step(
 ) -> None:
     """Small models run on one thread, none on more than there are cores; torch's number is put back
     after each step."""
-    monkeypatch.setattr(memory, "num_cores", lambda: 2)
+    monkeypatch.setattr(resolve_module, "num_cores", lambda: 2)
     llm = LLM(folder, device="cpu", threads=asked)
     seen = set()
     forward = type(llm._engine.model).forward

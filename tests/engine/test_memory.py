@@ -108,7 +108,7 @@ def test_poison_in_everything_dead(tiny: TinyCheckpoint) -> None:
     def poison() -> None:
         """Everything behind the cursors, and every slot that nobody holds."""
         live = {request.slot for request in engine.scheduler.running}
-        capacity = pools.specs.options.ring_capacity
+        capacity = pools.ring_capacity
         for slot in range(pools.num_slots):
             if slot not in live:
                 for tensor in pools.slot_tensors()[3:]:

@@ -72,7 +72,7 @@ class DirectRunner:
                 step.slots,
                 step.num_verify_tokens,
                 step.is_fold,
-                max_window=self.pools.specs.options.max_window,
+                max_window=self.pools.max_window,
             )
         return step
 
@@ -99,7 +99,7 @@ class DirectRunner:
             step.is_fold,
             step.num_verify_tokens,
             torch.tensor(num_committed, dtype=torch.int32),
-            ring_capacity=pools.specs.options.ring_capacity,
+            ring_capacity=pools.ring_capacity,
         )
         return hidden
 
@@ -127,5 +127,5 @@ class DirectRunner:
                 memory.state, memory.ring, slots, is_fold=is_fold, state_scale=memory.state_scale
             )
         self.pools.ring_start[slot] += self.pools.history_len[slot]
-        self.pools.ring_start[slot] %= self.pools.specs.options.ring_capacity
+        self.pools.ring_start[slot] %= self.pools.ring_capacity
         self.pools.history_len[slot] = 0

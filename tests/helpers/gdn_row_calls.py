@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from helpers.gdn_cases import Dtypes, Geometry, Pools, make_tokens
+from helpers.gdn_cases import Dtypes, Geometry, Pools, assert_same_bits, make_tokens
 from hybridspec.ops.gated_delta_rule import verify_rows
 
 __all__ = ["RowCall"]
@@ -65,6 +65,17 @@ class RowCall:
             max_window=self.geometry.max_window,
             **options,
         )
+
+    def check_widening(self, backend: str, A_log: torch.dtype, dt_bias: torch.dtype) -> None:
+        """Raise AssertionError unless parameters of these dtypes do what the same in fp32 do."""
+        narrow = self.A_log.to(A_log), self.dt_bias.to(dt_bias)
+        found = []
+        for parameters in (narrow, [parameter.float() for parameter in narrow]):
+            self.A_log, self.dt_bias = parameters
+            pools = [pool.clone() for pool in self.pools.tensors()[:4]]
+            found.append([self.run(pools, backend=backend, fold_threshold=9), *pools])
+        for actual, expected in zip(*found, strict=True):
+            assert_same_bits(actual, expected)
 
     def compare(
         self, backend: str, has_output: bool, *, bound: float = 5e-6, **options: object

@@ -22,7 +22,8 @@ def compiled(kernel, constants: dict, types: dict, capability: int, options: dic
     Args:
         kernel: a jitted function.
         constants: values of its constexpr parameters.
-        types: types of parameters that are not int32 (or pointers to int32).
+        types: types of parameters that are not int32 (or pointers to int32); a tuple of types
+            for a tuple.
         capability: such as 90.
         options: such as num_warps.
     """
@@ -30,7 +31,9 @@ def compiled(kernel, constants: dict, types: dict, capability: int, options: dic
     for i, name in enumerate(kernel.arg_names):
         default = "*i32" if name.endswith("_ptr") else "i32"
         signature[name] = "constexpr" if name in constants else types.get(name, default)
-        if signature[name].startswith("*") or "stride" in name:
+        if isinstance(signature[name], tuple):
+            divisible |= {(i, j): [["tt.divisibility", 16]] for j in range(len(signature[name]))}
+        elif signature[name].startswith("*") or "stride" in name:
             divisible[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(
         fn=kernel,
@@ -54,7 +57,7 @@ def compiled(kernel, constants: dict, types: dict, capability: int, options: dic
     return {
         "kernel": f"{kernel.__module__}.{kernel.__name__}",
         "capability": capability,
-        "types": [value for value in signature.values() if value.startswith("*")],
+        "types": [value for value in signature.values() if value[0].startswith("*")],
         "constants": {name: str(value) for name, value in constants.items()},
         "options": options,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),

@@ -13,8 +13,7 @@ from tests.helpers.tiny_checkpoints import build_tiny_checkpoint
 
 from hybridspec.errors import CheckpointError, UnsupportedError
 from hybridspec.models.config import ModelConfig
-from hybridspec.models.hybrid import load_model, memory_specs
-from hybridspec.runtime import MemoryOptions
+from hybridspec.models.hybrid import load_model
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +276,19 @@ CONFIGS: dict[str, Case] = {
         C,
         f"/config.json: model_type: expected one of {TYPES}, found '\\x1b[31m'",
     ),
+    "a link that leads nowhere": (
+        lambda folder: (
+            (folder / "generation_config.json").unlink()
+            or (folder / "generation_config.json").symlink_to("lost")
+        ),
+        C,
+        "/generation_config.json: not readable as JSON ([Errno 2] No such file",
+    ),
+    "a folder in place of a file": (
+        both(remove("config.json"), lambda folder: (folder / "config.json").mkdir()),
+        C,
+        "/config.json: not readable as JSON ([Errno 21] Is a directory",
+    ),
     "generation config": (
         text("generation_config.json", "oops"),
         C,
@@ -374,14 +386,6 @@ def test_absent_layer_types_follow_the_interval(good: Path, tmp_path: Path) -> N
         good, tmp_path / "m", layer_types=None, num_hidden_layers=6, full_attention_interval=3
     )
     assert config.layer_kinds == ("gdn", "gdn", "attention") * 2
-    for max_verify_tokens, conv_rows in ((8, 16), (16, 32)):
-        options = MemoryOptions(
-            dtype=torch.float32, state_dtype=torch.float32, max_verify_tokens=max_verify_tokens
-        )
-        specs = memory_specs(config, options, has_head=True)
-        conv_rings = [spec.per_slot["conv_ring"] for spec in specs.layers if spec.per_slot]
-        assert [ring.shape[0] for ring in conv_rings] == [conv_rows] * 4
-        assert [bool(spec.per_token) for spec in specs.all()] == [False, False, True] * 2 + [True]
 
 
 def test_end_tokens_come_from_the_generation_config_first(good: Path, tmp_path: Path) -> None:

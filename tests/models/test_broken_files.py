@@ -247,6 +247,11 @@ SHARDED: dict[str, Case] = {
         f"/{INDEX}: expected a JSON object with a weight_map of names to files (ValueError: "
         "'/outside.safetensors' is no file of the folder)",
     ),
+    "a name that no file can have": (
+        text(INDEX, json.dumps({"weight_map": {"a": "x" * 5000}})),
+        C,
+        f"/{INDEX}: names the file xxx",
+    ),
     "a file with a zero byte": (
         text(INDEX, '{"weight_map": {"a": "\\u0000.safetensors"}}'),
         C,

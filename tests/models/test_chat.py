@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
     },
 }
+
+# What templates get in place of these, since few of them take both forms.
+WITH_OBJECTS = {
+    **CALL,
+    "tool_calls": [
+        CALL["tool_calls"][0],
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
+    ],
+}
+JOINED = {"role": "user", "content": "Twox"}
 
 CONVERSATIONS = {
     "question": [QUESTION],
@@ -84,16 +95,19 @@ def test_equal_to_transformers(
 ) -> None:
     """The same text, or both refuse."""
     messages = CONVERSATIONS[conversation]
+    theirs = [{id(CALL): WITH_OBJECTS, id(PARTS): JOINED}.get(id(m), m) for m in messages]
     options = {"chat_template": template, "add_generation_prompt": add_generation_prompt, **extra}
     before = json.dumps(messages)
     try:
-        expected = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        expected = tokenizer.apply_chat_template(theirs, tokenize=False, **options)
     except Exception as error:
         with pytest.raises(ValueError, match="^messages: the chat template fails on them: ") as own:
             templates.render(messages, **options)
         assert str(error) in str(own.value)
     else:
         assert templates.render(messages, **options) == expected
+        if conversation == "parts" and template == CHATML:  # it joins them itself
+            assert tokenizer.apply_chat_template(messages, tokenize=False, **options) == expected
     assert json.dumps(messages) == before
 
 
@@ -176,7 +190,7 @@ def test_special_tokens_of_older_folders(tmp_path: Path) -> None:
         ("tokenizer_config.json", '{"chat_template": 3}', "chat_template: expected a text or a"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "chat_template: expected"),
         ("special_tokens_map.json", "{", "special_tokens_map.json: not readable"),
-        ("chat_template.jinja", b"\xff", "chat_template.jinja: not UTF-8"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja: not readable as UTF-8"),
         ("chat_template.jinja", "{% if %}", "chat template, line 1: Expected an expression"),
         ("chat_template.jinja", "\n{% nonsense %}", "chat template, line 2: .*nonsense"),
     ],
@@ -186,6 +200,13 @@ def test_broken_files(tmp_path: Path, name: str, content: str | bytes, message: 
     (tmp_path / name).write_bytes(data)
     with pytest.raises(CheckpointError, match=message):
         ChatTemplates.from_folder(tmp_path).render([QUESTION])
+
+
+LOOP: dict[str, Any] = {}
+LOOP["a"] = LOOP
+DEEP: list[Any] = []
+for _ in range(2000):
+    DEEP = [DEEP]
 
 
 class Mood(enum.Enum):
@@ -201,6 +222,10 @@ class Mood(enum.Enum):
         ([["user", "x"]], {}, TypeError, "^messages: expected dicts, got list"),
         ([{"content": "x"}], {}, ValueError, "^messages: expected a role in each, got None"),
         ([{"role": "user", "content": Mood.GOOD}], {}, TypeError, "^messages: .* got Mood"),
+        ([QUESTION], {"add_generation_prompt": 1}, TypeError, "^add_generation_prompt: "),
+        ([QUESTION], {"mood": {1: 2}}, TypeError, "^mood: expected texts as keys, got 1"),
+        ([QUESTION], {"mood": LOOP}, ValueError, "^mood: expected at most 100 values inside each"),
+        ([{"role": DEEP}], {}, ValueError, "^messages: expected a role in each, got .* too large"),
         ([QUESTION], {"tools": 5}, TypeError, "^tools: expected a list of dicts, got int"),
         ([QUESTION], {"tools": [len]}, TypeError, "^tools: expected .* got builtin_function"),
         ([QUESTION], {"mood": Mood.GOOD}, TypeError, "^mood: expected .* got Mood"),
@@ -243,6 +268,54 @@ def test_pictures_are_refused() -> None:
     parts = [{"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {"url": "x"}}]
     with pytest.raises(UnsupportedError, match="^messages: content of type 'image_url'"):
         ChatTemplates({"default": PLAIN}, {}, "").render([{"role": "user", "content": parts}])
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "text"),
+    [
+        ({"content": [3]}, UnsupportedError, "content of type 'int', only text"),
+        ({"content": [{"text": "x"}]}, UnsupportedError, "content of type None, only text"),
+        ({"content": [{"type": "text"}]}, TypeError, "expected a text in each part, got NoneType"),
+        ({"tool_calls": 3}, TypeError, "expected a list of tool_calls, got int"),
+        ({"tool_calls": [{"function": {"arguments": "{"}}]}, ValueError, "a JSON object, got '{'"),
+        ({"tool_calls": [{"function": {"arguments": "3"}}]}, ValueError, "a JSON object, got '3'"),
+        ({"tool_calls": [{"arguments": "[" * 9999}]}, ValueError, "a JSON object, got '"),
+    ],
+)
+def test_messages_that_are_none(message: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"^messages: .*{re.escape(text)}"):
+        ChatTemplates({"default": PLAIN}, {}, "").render([{"role": "assistant", **message}])
+
+
+def test_arguments_of_tool_calls_are_objects() -> None:
+    template = (
+        "{% for call in messages[0].tool_calls %}{% set f = call.function or call %}"
+        "{{ f.name }}{% for key, value in f.arguments|items %} {{ key }}={{ value }}{% endfor %};"
+        "{% endfor %}"
+    )
+    calls = [
+        {"function": {"name": "f", "arguments": '{"a": 1}'}},
+        {"function": {"name": "g", "arguments": {"b": 2}}},
+        {"name": "h", "arguments": '{"c": "x"}'},
+        {"function": {"name": "i", "arguments": ""}},
+    ]
+    messages = [{"role": "assistant", "tool_calls": calls}]
+    rendered = ChatTemplates({}, {}, "").render(messages, chat_template=template)
+    assert rendered == "f a=1;g b=2;h c=x;i;"
+
+
+def test_both_ways_to_name_variables() -> None:
+    templates = ChatTemplates({"default": "{{ a }}{{ b }}"}, {}, "")
+    assert templates.render([QUESTION], chat_template_kwargs={"a": 1}, b=2) == "12"
+    assert templates.render([QUESTION], chat_template_kwargs=None, a=3) == "3"
+    for kwargs, said in (
+        ({"a": 1}, "'a' is given twice"),
+        ({"tools": []}, "'tools' is an argument of its own"),
+    ):
+        with pytest.raises(ValueError, match=f"^chat_template_kwargs: {said}"):
+            templates.render([QUESTION], chat_template_kwargs=kwargs, a=2)
+    with pytest.raises(TypeError, match="^chat_template_kwargs: expected a dict, got list"):
+        templates.render([QUESTION], chat_template_kwargs=[1])
 
 
 @pytest.mark.parametrize(

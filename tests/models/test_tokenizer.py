@@ -200,6 +200,12 @@ def test_texts_that_cannot_be_encoded() -> None:
         words.encode("b")
 
 
+def test_a_tokenizer_that_a_link_does_not_lead_to(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to("lost")
+    with pytest.raises(CheckpointError, match="tokenizer.json: not readable as a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["", "{}", "not json", '{"model": 3}'])
 def test_broken_tokenizer_is_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)

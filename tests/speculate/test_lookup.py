@@ -64,12 +64,8 @@ def test_by_hand(history: list[int], drafts: list[int]) -> None:
 
 def test_only_what_is_wanted_is_proposed() -> None:
     histories = [array("i", tokens) for tokens in ([1, 2, 3, 1, 2], [1, 2, 3, 1, 2], [4, 5, 6])]
-    drafts = LookupDrafter().propose(
-        None, [0, 1, 2], [4, 4, 2], [2, 0, 3], [None] * 3, histories, has_confidences=True
-    )
+    drafts = LookupDrafter().propose([0, 1, 2], histories, [2, 0, 3], has_confidences=True)
     assert [draft.tokens for draft in drafts] == [[3, 1], [], []]
     assert [draft.confidences for draft in drafts] == [[2 / 3, 2 / 3], [], []]
-    [draft] = LookupDrafter().propose(
-        None, [0], [4], [2], [None], histories[:1], has_confidences=False
-    )
+    [draft] = LookupDrafter().propose([0], histories[:1], [2], has_confidences=False)
     assert (draft.tokens, draft.confidences) == ([3, 1], [])

@@ -1,4 +1,4 @@
-"""The command line: `hybridspec generate`, `compare` and `info`.
+"""The command line: `hybridspec generate`, `compare`, `info` and `serve`.
 
 Whatever a user can get wrong ends as one line on standard error and exit status 2.
 """
@@ -10,11 +10,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hybridspec.cli.arguments import UsageError, parse
+from hybridspec.cli.usage import UsageError
 from hybridspec.errors import CapacityError, CheckpointError, UnsupportedError, visible
 
 __all__ = ["main"]
 
+_SERVE_MODULES = {"prometheus_client", "pydantic", "starlette", "uvicorn"}
 _EXTRA_MODULES = {"huggingface_hub", "jinja2", "rich", "safetensors", "tokenizers", "torch"}
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -34,8 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         _prepare_streams()
+        from hybridspec.cli.arguments import parse  # here, so that an interruption is caught
+
         arguments = parse(argv)
-        command = importlib.import_module(f"hybridspec.cli.{arguments.command}")
+        command = importlib.import_module(f"hybridspec.cli.{arguments.command.replace('-', '_')}")
         status: int = command.run(arguments)
         sys.stdout.flush()
         return status
@@ -49,9 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_BROKEN_PIPE
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in _EXTRA_MODULES:
+        if missing not in _EXTRA_MODULES | _SERVE_MODULES:
             raise
-        return _complain(f"{missing} is not installed: pip install 'hybridspec[engine]'")
+        extra = "serve" if missing in _SERVE_MODULES else "engine"
+        return _complain(f"{missing} is not installed: pip install 'hybridspec[{extra}]'")
     except (UsageError, CheckpointError, UnsupportedError, CapacityError, OSError) as error:
         return _complain(_explain(error))
 

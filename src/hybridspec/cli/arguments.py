@@ -1,412 +1,18 @@
-"""The flags of the command line; imports no torch, so that --help and mistakes answer at once."""
+"""What the words of a command line ask for; imports no torch, so that mistakes answer at once."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import shutil
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
-import hybridspec
 from hybridspec.bundled import PROMPT_KINDS
-from hybridspec.config import (
-    ATTENTION_BACKENDS,
-    DRAFTERS,
-    DTYPES,
-    KV_LAYOUTS,
-    MAX_DRAFT_TOKENS,
-    STATE_DTYPES,
-    EngineConfig,
-    SamplingParams,
-)
+from hybridspec.cli.parser import NUM_PROMPTS, SAMPLING, build_parser, flag_of
+from hybridspec.cli.usage import UsageError, usage_errors
+from hybridspec.config import EngineConfig, SamplingParams
 
-__all__ = [
-    "UsageError",
-    "build_parser",
-    "engine_options",
-    "parse",
-    "sampling_params",
-    "usage_errors",
-]
-
-_DESCRIPTION = """\
-Exact speculative decoding for hybrid language models, in which a rejected
-draft costs nothing. Without --model, every command runs a small model that
-comes with the package: it continues Python code.
-"""
-
-_GENERATE = """\
-Continue a prompt and show which tokens came from accepted drafts.
-"""
-
-_COMPARE = """\
-Run plain and speculative decoding of the same model, interleaved, over a set
-of prompts; check that both give the same tokens; print how much faster
-speculation is (median over the prompts). Exit status 1 if any token differs.
-"""
-
-_INFO = """\
-Show a model's geometry, the backend of each operation and why it was chosen,
-and what a request takes in memory.
-"""
-
-# Type, metavar and help of the flag of each sampling parameter that is a number. Defaults are
-# those of SamplingParams, except where _CLI_DEFAULTS says otherwise.
-_SAMPLING: dict[str, tuple[Any, str, str]] = {
-    "max_tokens": (int, "N", "most tokens to generate"),
-    "min_tokens": (int, "N", "tokens before which nothing ends the text"),
-    "temperature": (float, "T", "0 is greedy"),
-    "top_k": (int, "K", "keep the K most likely tokens, 0 all"),
-    "top_p": (float, "P", "keep the most likely tokens up to this probability"),
-    "min_p": (float, "P", "drop tokens below P times the likeliest"),
-    "repetition_penalty": (float, "R", "divides the logits of tokens seen before"),
-    "frequency_penalty": (float, "F", "subtracted for each time a token was generated"),
-    "presence_penalty": (float, "F", "subtracted once if a token was generated"),
-    "seed": (int, "S", "of the noise"),
-}
-_CLI_DEFAULTS = {"temperature": 0.0}
-_NUM_PROMPTS = 8  # of the package's, in compare
-
-
-class UsageError(ValueError):
-    """A command line that cannot be carried out."""
-
-
-@contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
-    """Turn ValueError, which says that a caller's value is wrong, into UsageError.
-
-    Only calls that check what the user gave are put under it: elsewhere a ValueError is a bug, and
-    its traceback is wanted.
-    """
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports mistakes by raising, so that main() prints them as one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {self.prog} --help)")
-
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Take `--flag=--` as the value that it is; argparse would make an empty list of it."""
-        if not action.option_strings or arg_strings != ["--"]:
-            return super()._get_values(action, arg_strings)
-        value = self._get_value(action, "--")
-        self._check_value(action, value)
-        return value
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    columns = min(shutil.get_terminal_size().columns, 100)
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=columns - 2)
-
-
-def _add_prompt(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prompt")
-    group.add_argument(
-        "prompt",
-        nargs="?",
-        metavar="PROMPT",
-        help="text to continue; - reads standard input. Without it: what is piped in, else a "
-        "prompt that comes with the bundled model",
-    )
-    group.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
-    group.add_argument(
-        "--prompt-token-ids",
-        metavar="IDS",
-        help="token ids with commas between, for a model without a tokenizer",
-    )
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="a Hugging Face model folder, or an id on the hub (default: the bundled model)",
-    )
-    group.add_argument(
-        "--revision", metavar="REV", help="branch, tag or commit of a model on the hub"
-    )
-    group.add_argument(
-        "--tokenizer",
-        metavar="MODEL",
-        help="take tokenizer and chat template from this model (default: the model's own)",
-    )
-    group.add_argument(
-        "--dummy-weights",
-        action="store_true",
-        help="random numbers as weights, to measure a geometry from config.json alone",
-    )
-    for name, what, choices in (
-        ("dtype", "of weights and activations", DTYPES),
-        ("state_dtype", "of the recurrent state", STATE_DTYPES),
-    ):
-        group.add_argument(
-            _flag(name),
-            choices=choices,
-            default=defaults[name],
-            metavar="D",
-            help=f"{what}: {', '.join(choices)}",
-        )
-    group.add_argument(
-        "--device", default=defaults["device"], metavar="D", help="auto, cpu, cuda or cuda:N"
-    )
-    group.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="most tokens of a request, prompt included (default: the model's limit)",
-    )
-    group.add_argument(
-        "--memory-fraction",
-        type=float,
-        default=defaults["memory_fraction"],
-        metavar="F",
-        help="share of the GPU's memory to use (default: %(default)s)",
-    )
-    group.add_argument(
-        "--kv-layout",
-        choices=KV_LAYOUTS,
-        default=defaults["kv_layout"],
-        metavar="L",
-        help="paged (default), or contiguous: room for the longest request in every slot, which "
-        "FlashAttention-3 needs",
-    )
-    group.add_argument(
-        "--attention-backend",
-        choices=ATTENTION_BACKENDS,
-        default=defaults["attention_backend"],
-        metavar="B",
-        help="what attends in verify steps: auto (default), triton, fa3, reference",
-    )
-    group.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="CPU threads, at most one a core (default: 1 for models as small as the bundled one)",
-    )
-
-
-def _add_speculation(parser: argparse.ArgumentParser, *, is_optional: bool) -> None:
-    default = EngineConfig().draft_tokens
-    group = parser.add_argument_group("speculation")
-    group.add_argument(
-        "--draft-tokens",
-        type=int,
-        metavar="K",
-        help=f"drafts per step, 0..{MAX_DRAFT_TOKENS} (default: {default})",
-    )
-    group.add_argument(
-        "--drafter",
-        choices=DRAFTERS,
-        default="auto",
-        metavar="D",
-        help="mtp: the model's draft head; lookup: its own text; none; auto: mtp if there is one, "
-        "else lookup (default)",
-    )
-    group.add_argument(
-        "--mtp-from",
-        metavar="MODEL",
-        help="take the draft head (mtp.* tensors) from this model, such as the base of a fine-tune",
-    )
-    group.add_argument(
-        "--verify-rows",
-        type=int,
-        metavar="N",
-        help="rows checked per step over all requests, most probable drafts first (default: all)",
-    )
-    if is_optional:
-        group.add_argument(
-            "--no-speculation", action="store_true", help="plain decoding, the same as 0 drafts"
-        )
-
-
-def _add_sampling(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    known = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
-    known |= {**_CLI_DEFAULTS, **defaults}
-    group = parser.add_argument_group("sampling")
-    for name, (kind, metavar, what) in _SAMPLING.items():
-        default = "drawn and shown" if known[name] is None else f"{known[name]:g}"
-        group.add_argument(
-            _flag(name),
-            type=kind,
-            default=known[name],
-            metavar=metavar,
-            help=f"{what} (default: {default})",
-        )
-    group.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end before this text; may be given several times",
-    )
-    group.add_argument(
-        "--stop-token-id",
-        action="append",
-        type=int,
-        default=[],
-        metavar="ID",
-        dest="stop_token_ids",
-        help="end after this token; may be given several times",
-    )
-    group.add_argument(
-        "--bad-word",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        dest="bad_words",
-        help="never say this; may be given several times",
-    )
-    group.add_argument(
-        "--logit-bias",
-        action="append",
-        default=[],
-        metavar="ID:BIAS",
-        help="add to the logit of a token; may be given several times",
-    )
-    group.add_argument(
-        "--ignore-eos", action="store_true", help="go on after the model's end-of-text token"
-    )
-
-
-def _add_chat(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("chat")
-    group.add_argument(
-        "--chat",
-        action="store_true",
-        help="answer line by line, PROMPT first, with the model's chat template; ends at the end "
-        "of the input or with /exit",
-    )
-    group.add_argument("--system", metavar="TEXT", help="a system message before all others")
-    group.add_argument(
-        "--chat-template",
-        metavar="FILE",
-        help="a Jinja file, or the name of one of the model's templates",
-    )
-    group.add_argument(
-        "--template-arg",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        dest="template_args",
-        help="what else the template looks at; JSON or text; may be given several times",
-    )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _add_json(group: Any, what: str) -> None:
-    group.add_argument("--json", action="store_true", help=f"print one JSON object: {what}")
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
-    parser = _Parser(
-        prog="hybridspec", description=_DESCRIPTION, formatter_class=_formatter, allow_abbrev=False
-    )
-    version = f"hybridspec {hybridspec.__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, title="commands"
-    )
-    for name, summary, description, add_flags, words in (
-        ("generate", "continue a prompt", _GENERATE, _add_generate, "[PROMPT] "),
-        ("compare", "plain against speculative decoding", _COMPARE, _add_compare, "[PROMPT ...] "),
-        ("info", "geometry, backends and memory of a model", _INFO, _add_info, ""),
-    ):
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=description,
-            usage=f"hybridspec {name} {words}[options]",
-            formatter_class=_formatter,
-            allow_abbrev=False,
-        )
-        command.prog = f"hybridspec {name}"
-        add_flags(command)
-        _add_model(command)
-    return parser
-
-
-def _add_generate(parser: argparse.ArgumentParser) -> None:
-    _add_prompt(parser)
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--trace",
-        action="store_true",
-        help="show every step: what was drafted, accepted and added, the ring's fill, folds",
-    )
-    _add_json(group, "text, tokens, speed, acceptance; with --chat, a line for each answer")
-    group.add_argument("--quiet", action="store_true", help="the text only")
-    group.add_argument("--n", type=int, default=1, metavar="N", help="continuations (default: 1)")
-    group.add_argument(
-        "--logprobs",
-        type=int,
-        metavar="N",
-        help="log-probabilities of the tokens and of the N most likely ones",
-    )
-    group.add_argument(
-        "--prompt-logprobs", type=int, metavar="N", help="the same for the tokens of the prompt"
-    )
-    _add_chat(parser)
-    _add_speculation(parser, is_optional=True)
-    _add_sampling(parser)
-
-
-def _add_compare(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prompts")
-    group.add_argument(
-        "prompts",
-        nargs="*",
-        metavar="PROMPT",
-        help="texts to continue (default: some that come with the package)",
-    )
-    group.add_argument(
-        "--prompt-token-ids",
-        action="append",
-        default=[],
-        metavar="IDS",
-        help="token ids with commas between, for a model without a tokenizer; may be given several "
-        "times",
-    )
-    group.add_argument(
-        "--kind",
-        choices=PROMPT_KINDS,
-        help=f"which of the package's prompts: %(choices)s (default: {PROMPT_KINDS[0]})",
-        metavar="KIND",
-    )
-    group.add_argument(
-        "--num-prompts",
-        type=int,
-        metavar="N",
-        help=f"how many of them (default: {_NUM_PROMPTS})",
-    )
-    group.add_argument(
-        "--repeats",
-        type=int,
-        default=1,
-        metavar="N",
-        help="runs of each prompt, both ways (default: %(default)s)",
-    )
-    _add_json(parser.add_argument_group("output"), "every run and the ratio")
-    _add_speculation(parser, is_optional=False)
-    _add_sampling(parser, max_tokens=64, seed=0)
-
-
-def _add_info(parser: argparse.ArgumentParser) -> None:
-    _add_json(parser.add_argument_group("output"), "the same facts")
-    _add_speculation(parser, is_optional=True)
+__all__ = ["engine_options", "parse", "sampling_params"]
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -425,25 +31,46 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("num_prompts", "repeats"):
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
-            raise UsageError(f"{_flag(name)}: expected a positive number, got {value}")
+            raise UsageError(f"{flag_of(name)}: expected a positive number, got {value}")
+    _refuse_contradictions(arguments)
     _settle_drafts(arguments)
     if arguments.command == "compare":
         _settle_prompts(arguments)
     if arguments.command == "generate" and not arguments.chat:
         for name in ("system", "chat_template", "template_args"):
-            if getattr(arguments, name):
-                raise UsageError(f"{_flag(name).removesuffix('s')}: needs --chat")
+            if getattr(arguments, name) not in (None, []):
+                raise UsageError(f"{flag_of(name).removesuffix('s')}: needs --chat")
     return arguments
 
 
 def _settle_prompts(arguments: argparse.Namespace) -> None:
     """Fill in which of the package's prompts to run; refuse to choose where others are given."""
     given = "PROMPT" if arguments.prompts else "--prompt-token-ids"
-    for name, default in (("kind", PROMPT_KINDS[0]), ("num_prompts", _NUM_PROMPTS)):
+    for name, default in (("kind", PROMPT_KINDS[0]), ("num_prompts", NUM_PROMPTS)):
         if getattr(arguments, name) is None:
             setattr(arguments, name, default)
         elif arguments.prompts or arguments.prompt_token_ids:
-            raise UsageError(f"{given} and {_flag(name)}: give one of them")
+            raise UsageError(f"{given} and {flag_of(name)}: give one of them")
+
+
+def _refuse_contradictions(arguments: argparse.Namespace) -> None:
+    """Refuse flags of which one would be ignored."""
+    if getattr(arguments, "json", False) and getattr(arguments, "quiet", False):
+        raise UsageError("--json and --quiet: give one of them")
+    plain = {
+        "--no-speculation": getattr(arguments, "no_speculation", False),
+        "--drafter none": arguments.drafter == "none",
+        "--draft-tokens 0": arguments.draft_tokens == 0,
+    }
+    speculative = {
+        "--draft-tokens": bool(arguments.draft_tokens),
+        "--drafter": arguments.drafter in ("mtp", "lookup"),
+        "--verify-rows": arguments.verify_rows is not None,
+    }
+    for one, is_plain in plain.items():
+        for other, is_given in speculative.items():
+            if is_plain and is_given:
+                raise UsageError(f"{one} and {other}: give one of them")
 
 
 def _settle_drafts(arguments: argparse.Namespace) -> None:
@@ -464,7 +91,7 @@ def _settle_drafts(arguments: argparse.Namespace) -> None:
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     """Return the sampling parameters that the flags ask for; raises UsageError on wrong values."""
-    names = (*_SAMPLING, "stop", "stop_token_ids", "bad_words", "ignore_eos")
+    names = (*SAMPLING, "stop", "stop_token_ids", "bad_words", "ignore_eos")
     given = {name: getattr(arguments, name) for name in names}
     for name in ("n", "logprobs", "prompt_logprobs"):  # flags of `generate` only
         if hasattr(arguments, name):
@@ -474,20 +101,23 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def _logit_bias(words: Sequence[str]) -> dict[int, float]:
-    bias = {}
+    bias: dict[int, float] = {}
     for word in words:
         token, _, value = word.partition(":")
         try:
-            bias[int(token)] = float(value)
+            number, amount = int(token), float(value)
         except ValueError:
             raise UsageError(f"--logit-bias: expected ID:BIAS, got {word!r}") from None
+        if number in bias:
+            raise UsageError(f"--logit-bias: expected each token once, got {number} twice")
+        bias[number] = amount
     return bias
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the engine options that the flags ask for; raises UsageError on wrong values."""
-    names = [field.name for field in dataclasses.fields(EngineConfig)]
-    options = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    names = {field.name for field in dataclasses.fields(EngineConfig)} - {"seed"}  # the request's
+    options = {name: value for name, value in vars(arguments).items() if name in names}
     with usage_errors():
         EngineConfig(**options)
     return options

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridspec.cli import generate, loading
-from hybridspec.cli.arguments import UsageError, usage_errors
+from hybridspec.cli import loading, report
 from hybridspec.cli.prompts import Prompt, read_prompt
+from hybridspec.cli.usage import UsageError, usage_errors
 
 if TYPE_CHECKING:
     from hybridspec import SamplingParams
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["questions", "run", "template_options"]
 
 _EXIT = "/exit"
-_OWN_NAMES = ("self", "messages", "sampling_params", "chat_template")  # of LLM.stream_chat
+# Of LLM.stream_chat's arguments, those that are no matter of a template and those that are flags.
+_OWN_NAMES = ("self", "messages", "sampling_params", "chat_template", "chat_template_kwargs")
+_FLAGS = ("add_generation_prompt", "continue_final_message")
 
 
 def run(arguments: argparse.Namespace, params: SamplingParams) -> int:
@@ -43,7 +45,7 @@ def run(arguments: argparse.Namespace, params: SamplingParams) -> int:
         messages.append({"role": "user", "content": question})
         with usage_errors():
             steps = llm.stream_chat(messages, params, **options)
-        result = generate.report(arguments, llm, params, Prompt(), steps)
+        result = report.report(arguments, llm, params, Prompt(), steps)
         messages.append({"role": "assistant", "content": result.output.outputs[0].text})
     return 0
 
@@ -60,15 +62,24 @@ def template_options(arguments: argparse.Namespace) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"--template-arg: expected NAME=VALUE, got {word!r}")
+        if name in options:
+            raise UsageError(f"--template-arg: expected each name once, got {name} twice")
         if name in _OWN_NAMES:
             raise UsageError(f"--template-arg: expected another name than {name}, got {word!r}")
         try:
             options[name] = json.loads(value)
         except (ValueError, RecursionError):
             options[name] = value
+    for name in _FLAGS:
+        if not isinstance(options.get(name, True), bool):
+            raise UsageError(
+                f"--template-arg: expected true or false as {name}, got {options[name]!r}"
+            )
     if not isinstance(options.get("tools"), list | None):
         raise UsageError(f"--template-arg: expected a list as tools, got {options['tools']!r}")
     template = arguments.chat_template
+    if template == "":
+        raise UsageError("--chat-template: expected a file or a name, got an empty one")
     if template is not None:
         file = Path(template)
         is_name = template.isidentifier() and not file.exists()
@@ -78,7 +89,7 @@ def template_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{file}: expected UTF-8 text ({error.reason})") from None
 
@@ -113,4 +124,4 @@ def _next_line() -> str:
     line = sys.stdin.readline()
     if not line:
         raise EOFError
-    return line.rstrip("\n")
+    return line.rstrip("\n").removeprefix("\ufeff")

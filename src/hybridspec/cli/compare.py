@@ -14,10 +14,11 @@ from rich.text import Text
 
 from hybridspec.bundled import held_out_prompts
 from hybridspec.cli import loading
-from hybridspec.cli.arguments import UsageError, sampling_params, usage_errors
-from hybridspec.cli.generate import raise_error
+from hybridspec.cli.arguments import sampling_params
 from hybridspec.cli.prompts import Prompt, parse_token_ids
 from hybridspec.cli.render import DUMMY_WEIGHTS, PlainConsole, drafter_name, has_own_head, percent
+from hybridspec.cli.report import raise_error
+from hybridspec.cli.usage import UsageError, usage_errors
 
 if TYPE_CHECKING:
     from hybridspec import LLM, SamplingParams

@@ -7,8 +7,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from hybridspec.cli.arguments import engine_options, usage_errors
+from hybridspec.cli.arguments import engine_options
 from hybridspec.cli.render import amount
+from hybridspec.cli.usage import usage_errors
 from hybridspec.config import SamplingParams
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def open_engine(arguments: argparse.Namespace, **overrides: Any) -> LLM:
     """
     options = engine_options(arguments) | overrides
     from hybridspec import LLM
-    from hybridspec.engine.engine import model_folder
+    from hybridspec.engine.resolve import model_folder
 
     with usage_errors():
         # Downloads show bars of their own, so they are done before anything else is shown.

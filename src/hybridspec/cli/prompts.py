@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridspec.bundled import held_out_prompts
-from hybridspec.cli.arguments import UsageError
+from hybridspec.cli.usage import UsageError
 
 __all__ = ["Prompt", "parse_token_ids", "read_prompt"]
 
@@ -52,6 +52,8 @@ def read_prompt(arguments: argparse.Namespace) -> Prompt:
     if arguments.prompt_token_ids is not None:
         return Prompt(token_ids=parse_token_ids(arguments.prompt_token_ids))
     if arguments.prompt_file is not None:
+        if not arguments.prompt_file:
+            raise UsageError("--prompt-file: expected a file, got an empty name")
         file = Path(arguments.prompt_file)
         return Prompt(text=_decoded(file.read_bytes(), str(file)), source=file.name)
     if arguments.prompt == "-":
@@ -59,7 +61,7 @@ def read_prompt(arguments: argparse.Namespace) -> Prompt:
     if arguments.prompt is not None:
         return Prompt(text=_decoded(os.fsencode(arguments.prompt), "PROMPT"))
     piped = _piped_text()
-    if piped:
+    if piped is not None:
         return Prompt(text=_decoded(piped, "standard input"))
     if arguments.model is not None:
         raise UsageError("PROMPT: needed with --model; - reads standard input")
@@ -68,12 +70,13 @@ def read_prompt(arguments: argparse.Namespace) -> Prompt:
 
 
 def _decoded(data: bytes, name: str) -> str:
-    if not data:
-        raise UsageError(f"{name}: expected a prompt, got an empty one")
     try:
-        return data.decode("utf-8")
+        text = data.decode("utf-8-sig")  # a byte order mark is no part of a prompt
     except UnicodeDecodeError as error:
         raise UsageError(f"{name}: expected UTF-8 text ({error.reason})") from None
+    if not text:
+        raise UsageError(f"{name}: expected a prompt, got an empty one")
+    return text
 
 
 def parse_token_ids(text: str) -> list[int]:
@@ -89,8 +92,8 @@ def parse_token_ids(text: str) -> list[int]:
         ) from None
 
 
-def _piped_text() -> bytes:
-    """Return what a pipe or file on standard input holds, b"" if there is no such thing.
+def _piped_text() -> bytes | None:
+    """Return what a pipe or file on standard input holds, None if there is no such thing.
 
     A pipe that stays silent is left alone after a moment: a program that starts this one may hold
     the other end open without ever writing to it.
@@ -98,13 +101,13 @@ def _piped_text() -> bytes:
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
         if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
-            return b""
+            return None
         if not select.select([sys.stdin], [], [], _WAIT_FOR_PIPE_S)[0]:
             print(
                 "hybridspec: nothing came from standard input; PROMPT - waits for it",
                 file=sys.stderr,
             )
-            return b""
+            return None
         return sys.stdin.buffer.read()
     except (OSError, ValueError, AttributeError):  # closed, replaced, or not selectable
-        return b""
+        return None

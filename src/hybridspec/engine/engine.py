@@ -9,59 +9,37 @@ import random
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from hybridspec.bundled import bundled_model_path
 from hybridspec.config import EngineConfig, SamplingParams
-from hybridspec.engine.backends import choose_attention
-from hybridspec.engine.drafting import make_drafter, resolve_drafter
+from hybridspec.engine.drafting import make_drafter
+from hybridspec.engine.graphs import StepGraphs, ladder
 from hybridspec.engine.interrupts import interrupts_wait
-from hybridspec.engine.memory import check_sizes, plan_pools
+from hybridspec.engine.isolation import ProcessGuard, torch_defaults
+from hybridspec.engine.memory import plan_pools
 from hybridspec.engine.request import Request, RequestGroup
-from hybridspec.engine.rules import check_params, counted_logprobs, make_rules
+from hybridspec.engine.resolve import Resolved, resolve
+from hybridspec.engine.rules import check_params, counted_logprobs, make_options
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
 from hybridspec.engine.text import Text
 from hybridspec.errors import CapacityError, CheckpointError
-from hybridspec.models import (
-    HybridModel,
-    ModelConfig,
-    OnProgress,
-    find_model,
-    load_model,
-    load_tokenizer,
-)
+from hybridspec.models import HybridModel, OnProgress, load_model, load_tokenizer
 from hybridspec.models.generation import end_token_ids
-from hybridspec.runtime import Allocator, Pools
-from hybridspec.speculate import Drafter
+from hybridspec.models.layers import ATTENTION, PROMPT_ATTENTION
+from hybridspec.ops.accept import RequestTable
+from hybridspec.ops.sampling import SamplingUses
+from hybridspec.runtime import Allocator, Pools, SamplingPool, available_host_bytes
+from hybridspec.speculate import Asks, Decoder, ForcedAcceptance, ListDrafter
 
-__all__ = ["Engine", "model_folder"]
+__all__ = ["Engine"]
 
 _log = logging.getLogger("hybridspec")
 
-
-def model_folder(
-    model: str | Path, *, only: str = "", has_weights: bool = True, revision: str | None = None
-) -> Path:
-    """Return the folder of a model: "bundled", a path, or an id on the Hugging Face hub.
-
-    Args:
-        model: which one.
-        only: from the hub, download only files with tensors whose names start with this.
-        has_weights: whether to download weights at all.
-        revision: of a repository on the hub: branch, tag or commit.
-
-    Raises:
-        ValueError: if a revision comes with what is not on the hub.
-        CheckpointError: if an id cannot be downloaded.
-    """
-    if model == "bundled":
-        model = bundled_model_path()
-    return find_model(model, only=only, has_weights=has_weights, revision=revision)
+MOST_CAPTURED = 256  # requests of the largest captured step
+PENALTY_ROWS = 64  # requests with penalties at a time, on a device; more of them wait
 
 
 class Engine:
@@ -72,48 +50,35 @@ class Engine:
     Args:
         folder: model folder in Hugging Face layout.
         config: options; "auto" and None are resolved here, into `self.config`.
-        drafter: proposes tokens in place of what `config` names.
+        drafter: proposes lists of tokens in place of what `config` names; every step waits for it.
         on_progress: called with the bytes of weights read so far and those of all files.
     """
 
-    # Steps run in inference mode, where views of tensors that were made in it cost less.
-    @torch.inference_mode()
+    @torch_defaults()
     def __init__(
         self,
         folder: Path,
         config: EngineConfig,
         *,
-        drafter: Drafter | None = None,
+        drafter: ListDrafter | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         self.folder = folder
-        device = config.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        kind, _, index = device.partition(":")
-        if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-            raise ValueError(
-                f"device: expected one of the {torch.cuda.device_count()} CUDA devices that torch "
-                f"sees here, got {device!r}"
-            )
-        check_sizes(ModelConfig.from_folder(folder), config)
-        dtype: Any = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-        mtp_folder = None
-        if config.mtp_from is not None and config.draft_tokens > 0:
-            mtp_folder = model_folder(config.mtp_from, only="mtp.")
+        self.guard = ProcessGuard()
+        self.resolved = resolve(folder, config, has_own_drafter=drafter is not None)
+        self.config = self.resolved.config
         if config.dummy_weights:
             _log.warning("dummy weights: %s is filled with random numbers", folder)
         self.model: HybridModel = load_model(
             folder,
-            dtype=dtype,
-            device=device,
-            mtp_from=mtp_folder,
+            dtype=self.resolved.dtype,
+            device=self.resolved.device,
+            backends={op: name for op, (name, _) in self.resolved.backends.items()},
+            mtp_from=self.resolved.mtp_folder,
             has_dummy_weights=config.dummy_weights,
             on_progress=on_progress,
         )
-        self.tokenizer_folder = folder
-        if config.tokenizer is not None:
-            self.tokenizer_folder = model_folder(config.tokenizer, has_weights=False)
+        self.tokenizer_folder = self.resolved.tokenizer_folder
         self.tokenizer = load_tokenizer(self.tokenizer_folder)
         if config.tokenizer is not None and self.tokenizer is None:
             raise CheckpointError(f"{self.tokenizer_folder}: expected tokenizer.json, found none")
@@ -121,52 +86,59 @@ class Engine:
             folder, self.model.config.eos_token_ids, self.tokenizer, self.tokenizer_folder
         )
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
-        if drafter is None:
-            config = resolve_drafter(config, self.model, str(folder))
-        self.config, pool_plan = plan_pools(self.model, config)
-        self.pools = Pools(
-            pool_plan.specs,
-            num_slots=pool_plan.num_slots,
-            num_pages=pool_plan.num_pages,
-            page_size=pool_plan.page_size,
-            max_pages_per_slot=pool_plan.max_pages_per_slot,
-            device=self.model.device,
-        )
-        self.attention = choose_attention(
-            self.pools,
-            self.model.config,
-            requested=self.config.attention_backend,
-            max_verify_tokens=self.config.draft_tokens + 1,
-        )
-        verify_backend, prefill_backend = (self.attention[op][0] for op in ("verify", "prefill"))
-        self.config = replace(self.config, attention_backend=verify_backend)
-        self.model = self.model.with_attention(
-            verify_backend=verify_backend, prefill_backend=prefill_backend
-        )
-        self.allocator = Allocator(
-            self.pools,
-            can_grow=pool_plan.can_grow,
-            max_slots=pool_plan.max_slots,
-            has_clean_values="fa3" in (verify_backend, prefill_backend),
-        )
-        self.scheduler = Scheduler(self.allocator, self.config.max_num_batched_tokens)
-        if drafter is None:
-            drafter = make_drafter(self.config, self.model, self.pools)
-        self.runner = Runner(
-            self.model,
-            self.pools,
-            drafter,
-            draft_tokens=self.config.draft_tokens,
-            verify_rows=self.config.verify_rows,
-        )
+        self.pools, self.allocator = _make_pools(self.resolved)
+        self.runner = Runner(self._decoder(drafter), verify_rows=self.config.verify_rows)
+        self.scheduler = Scheduler(self.allocator, self.runner, self.config.max_num_batched_tokens)
+        if self._can_capture(drafter):
+            self.runner.graphs = StepGraphs(
+                self.runner.decoder,
+                ladder(min(self.pools.num_slots, MOST_CAPTURED)),
+                asks=Asks(
+                    uses=SamplingUses.everything(),
+                    has_confidences=self.config.verify_rows is not None,
+                ),
+                verify_rows=self.config.verify_rows,
+            )
+        # On a device the next step is launched before the outcome of the last one is read.
+        self.run_ahead = 1 if self.pools.device.type == "cuda" else 0
         self._ids = itertools.count()
         self.lock = threading.Lock()
         self._inbox: deque[Request] = deque()
         self._dropped: deque[Request] = deque()
 
+    def _can_capture(self, drafter: ListDrafter | None) -> bool:
+        """Whether steps can be captured: on a device, where no step waits for the host."""
+        is_device = self.pools.device.type == "cuda"
+        waits = drafter is not None or self.config.drafter == "lookup"
+        return is_device and not waits and not self.config.enforce_eager
+
+    def _decoder(self, drafter: ListDrafter | None) -> Decoder:
+        """Put together what steps work on."""
+        pools, forced = self.pools, None
+        if self.config.acceptance is not None:
+            _log.warning("synthetic: drafts are accepted by force, not because they are right")
+            forced = ForcedAcceptance(self.config.acceptance, self.config.acceptance_spread)
+        return Decoder(
+            model=self.model,
+            pools=pools,
+            requests=RequestTable.create(
+                num_slots=pools.num_slots,
+                num_drafts=self.config.draft_tokens,
+                device=pools.device,
+            ),
+            sampling=SamplingPool(
+                pools.num_slots,
+                self.model.config.vocab_size,
+                num_count_rows=min(pools.num_slots, PENALTY_ROWS),
+                device=pools.device,
+            ),
+            drafter=make_drafter(self.config, self.model, pools, drafter),
+            forced=forced,
+        )
+
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox) or self.scheduler.has_work
+        return bool(self._inbox or self.runner.launched) or self.scheduler.has_work
 
     def make_request(
         self,
@@ -187,7 +159,9 @@ class Engine:
 
         Raises:
             ValueError: if the prompt or a parameter does not fit the model.
+            RuntimeError: in a forked child of the process that made the engine.
         """
+        self.guard.check()
         text = None
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -216,7 +190,7 @@ class Engine:
             # The text leaves special tokens out, so it would never hold theirs.
             special = {self.tokenizer.special_id(text) for text in params.stop}
             ends |= frozenset(token for token in special if token is not None)
-        rules = make_rules(
+        options = make_options(
             params, ids, ends, vocab_size=vocab, tokenizer=self.tokenizer, seeds=self._seeds
         )
         group = RequestGroup(
@@ -230,8 +204,8 @@ class Engine:
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         requests = [
-            Request(group=group, rule=rule, index=index, text=self._text(params))
-            for index, rule in enumerate(rules)
+            Request(group=group, options=one, index=index, text=self._text(params))
+            for index, one in enumerate(options)
         ]
         if len(requests) > 1:
             group.requests += requests
@@ -296,7 +270,7 @@ class Engine:
         """Queue all continuations of a request made by `make_request`; never waits for a step."""
         self._inbox.extend(request.continuations)
 
-    @torch.inference_mode()
+    @torch_defaults()
     def step(self) -> None:
         """Admit what fits, process some prompt rows, and decode every running request once.
 
@@ -316,14 +290,18 @@ class Engine:
         scheduler = self.scheduler
         self._take_in()
         scheduler.admit()
+        self.runner.fit_tables()
         try:
             if scheduler.prefilling:
                 self.runner.prefill(scheduler.prefill_chunks())
+                self.runner.collect(self.run_ahead)
                 scheduler.settle()
             if scheduler.running:
                 self.runner.decode(scheduler.running)
-                scheduler.settle()
+            self.runner.collect(self.run_ahead if scheduler.running else 0)
+            scheduler.settle()
         except BaseException as error:
+            self.runner.launched.clear()
             for request in [*scheduler.prefilling, *scheduler.running]:
                 self.abort(request, _lost_to(error))
             raise
@@ -344,6 +322,8 @@ class Engine:
 
         Needs no lock: a garbage collection may call this in the middle of a step.
         """
+        if self.guard.is_forked:
+            return
         self._dropped.extend(request for request in requests if request.finish_reason is None)
         if self.lock.acquire(blocking=False):
             try:
@@ -365,3 +345,25 @@ def _lost_to(error: BaseException) -> Exception:
     lost = RuntimeError(f"the request was dropped: another caller's step failed: {error!r}")
     lost.__cause__ = error
     return lost
+
+
+def _make_pools(resolved: Resolved) -> tuple[Pools, Allocator]:
+    """Make the pools, and who hands out their slots and pages."""
+    plan = plan_pools(resolved)
+    pools = Pools(
+        resolved.specs,
+        num_slots=plan.num_slots,
+        num_pages=plan.num_pages,
+        page_size=resolved.page_size,
+        max_pages_per_slot=resolved.max_pages_per_slot,
+        device=resolved.device,
+    )
+    attending = [resolved.backends[op][0] for op in (ATTENTION, PROMPT_ATTENTION)]
+    allocator = Allocator(
+        pools,
+        can_grow=plan.can_grow,
+        max_slots=plan.max_slots,
+        has_clean_values="fa3" in attending,
+        free_bytes=available_host_bytes if plan.can_grow else None,
+    )
+    return pools, allocator

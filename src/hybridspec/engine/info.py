@@ -5,12 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybridspec.config import EngineConfig
-from hybridspec.engine.backends import backends_in_use
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.memory import available_bytes
 from hybridspec.models import ModelConfig
 
-__all__ = ["EngineInfo", "describe"]
+__all__ = ["EngineInfo", "PoolUsage", "describe"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """How much of an engine's pools is in use; on a CPU the pools grow with use."""
+
+    slots_used: int
+    num_slots: int
+    pages_used: int
+    num_pages: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +76,8 @@ def describe(engine: Engine) -> EngineInfo:
         model_config=engine.model.config,
         num_parameters=engine.model.num_parameters,
         has_mtp=engine.model.mtp is not None,
-        backends=backends_in_use(pools, engine.attention),
-        request_bytes=specs.slot_bytes(),
+        backends=engine.resolved.backends,
+        request_bytes=specs.bytes_by_part(),
         kv_bytes_per_token=kv_per_token,
         snapshot_bytes=(engine.config.draft_tokens + 1) * specs.state_bytes(),
         num_requests_fit=fit,

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hybridspec.config import EngineConfig, SamplingParams
-from hybridspec.engine.engine import Engine, model_folder
-from hybridspec.engine.info import EngineInfo, describe
+from hybridspec.engine.engine import Engine
+from hybridspec.engine.info import EngineInfo, PoolUsage, describe
 from hybridspec.engine.outputs import RequestOutput, StepOutput
 from hybridspec.engine.progress import show_progress
 from hybridspec.engine.prompts import prompt_list
 from hybridspec.engine.request import Request
+from hybridspec.engine.resolve import model_folder
 from hybridspec.errors import CapacityError
 from hybridspec.models import ModelConfig, OnProgress, Tokenizer
 from hybridspec.models.chat import ChatTemplates, is_conversation
@@ -28,6 +29,9 @@ Prompt = str | Mapping[str, Any]  # a text, or {"prompt": ...} or {"prompt_token
 class LLM:
     """A hybrid language model that decodes speculatively, exactly; threads may share it.
 
+    A process that was forked from the one that made it cannot use it: make one in each process, and
+    start processes with multiprocessing's "spawn" method.
+
     Example:
         >>> from hybridspec import LLM, SamplingParams
         >>> llm = LLM("bundled", device="cpu")
@@ -39,6 +43,9 @@ class LLM:
         model: folder in Hugging Face layout, the id of a repository on the Hugging Face hub, or
             "bundled" for the model in this package.
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
+        acceptance: accept drafts by force with these probabilities (conditional on the position
+            before), to measure; what comes out is synthetic.
+        acceptance_spread: half the width around them within which each draft draws its own.
         verify_rows: most rows of a verify step over all requests, the most probable drafts first;
             each running request has one in any case; None verifies every draft.
         drafter: what drafts: "mtp" is the checkpoint's draft head, "lookup" the request's own text,
@@ -63,7 +70,7 @@ class LLM:
         max_num_seqs: most requests that run at the same time, 1..256; None is 64 on a CPU and 256
             on a GPU.
         max_num_batched_tokens: most prompt rows of a forward pass, over all requests.
-        enforce_eager: whether to run without CUDA graphs, as every engine does now.
+        enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from: a folder, an id or "bundled".
         seed: where the seeds of requests that name none come from: the same requests in the same
@@ -84,6 +91,8 @@ class LLM:
         *,
         draft_tokens: int = 3,
         verify_rows: int | None = None,
+        acceptance: Sequence[float] | None = None,
+        acceptance_spread: float = 0.0,
         drafter: str = "auto",
         mtp_from: str | Path | None = None,
         dummy_weights: bool = False,
@@ -111,6 +120,8 @@ class LLM:
         config = EngineConfig(
             draft_tokens=draft_tokens,
             verify_rows=verify_rows,
+            acceptance=None if acceptance is None else tuple(acceptance),
+            acceptance_spread=acceptance_spread,
             drafter=drafter,
             mtp_from=str(mtp_from) if isinstance(mtp_from, Path) else mtp_from,
             dummy_weights=dummy_weights,
@@ -194,7 +205,7 @@ class LLM:
             ValueError, TypeError, CapacityError: if a prompt or a parameter does not fit; nothing
                 is generated then.
         """
-        requests = self._requests(prompt_list(prompts, prompt_token_ids), sampling_params)
+        requests = self.make_requests(prompt_list(prompts, prompt_token_ids), sampling_params)
         return self._outputs(requests, has_progress=progress or use_tqdm)
 
     def stream(
@@ -213,7 +224,7 @@ class LLM:
         prompts = prompt_list(prompt, prompt_token_ids)
         if len(prompts) != 1:
             raise TypeError(f"prompt_token_ids: expected one list of ids, got {len(prompts)}")
-        return self._run(self._requests(prompts, sampling_params))
+        return self._run(self.make_requests(prompts, sampling_params))
 
     def astream(
         self,
@@ -255,7 +266,7 @@ class LLM:
         """
         each = [messages] if is_conversation(messages) else messages
         prompts = [self.chat_prompt(one, **template_options) for one in each]  # type: ignore[arg-type]
-        requests = self._requests(prompts, sampling_params, add_special_tokens=False)
+        requests = self.make_requests(prompts, sampling_params, add_special_tokens=False)
         return self._outputs(requests, has_progress=progress or use_tqdm)
 
     def stream_chat(
@@ -266,7 +277,7 @@ class LLM:
     ) -> Iterator[StepOutput]:
         """Answer one conversation, yielding what each step adds; arguments as in `chat`."""
         prompt = self.chat_prompt(messages, **template_options)
-        return self._run(self._requests([prompt], sampling_params, add_special_tokens=False))
+        return self._run(self.make_requests([prompt], sampling_params, add_special_tokens=False))
 
     def chat_prompt(
         self,
@@ -319,6 +330,21 @@ class LLM:
         """
         return sampling_defaults(self._engine.folder)
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The checkpoint's chat templates by name; "default" is the usual one."""
+        return self._chat_templates.templates
+
+    def pool_usage(self) -> PoolUsage:
+        """Say how much of the pools is in use; any thread may ask."""
+        allocator, pools = self._engine.allocator, self._engine.pools
+        return PoolUsage(
+            slots_used=allocator.num_live,
+            num_slots=pools.num_slots,
+            pages_used=pools.num_pages - allocator.num_free_pages,
+            num_pages=pools.num_pages,
+        )
+
     @functools.cached_property
     def _chat_templates(self) -> ChatTemplates:
         return ChatTemplates.from_folder(self._engine.tokenizer_folder)
@@ -327,13 +353,18 @@ class LLM:
         """Say what this engine runs on and what a request costs."""
         return describe(self._engine)
 
-    def _requests(
+    def make_requests(
         self,
         items: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         add_special_tokens: bool = True,
     ) -> list[Request]:
+        """Check prompts, texts or tokens, and parameters without queueing anything.
+
+        Raises:
+            ValueError, TypeError, CapacityError: as `generate`.
+        """
         if params is None:
             params = self.default_sampling_params()
         if isinstance(params, SamplingParams):
@@ -376,6 +407,7 @@ class LLM:
                 engine.submit(request)
             is_running = bool(requests)
             while is_running:
+                engine.guard.check()  # a forked child would wait for the lock
                 with engine.lock:
                     if not any(outboxes):
                         engine.step()

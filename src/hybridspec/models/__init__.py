@@ -5,7 +5,7 @@ from __future__ import annotations
 from hybridspec.models.checkpoint import OnProgress
 from hybridspec.models.config import GdnConfig, ModelConfig, MoeConfig
 from hybridspec.models.hub import find_model
-from hybridspec.models.hybrid import HybridModel, load_model
+from hybridspec.models.hybrid import HybridModel, load_model, read_facts
 from hybridspec.models.mtp import MtpHead
 from hybridspec.models.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
@@ -21,4 +21,5 @@ __all__ = [
     "find_model",
     "load_model",
     "load_tokenizer",
+    "read_facts",
 ]

@@ -1,25 +1,22 @@
 """From messages to a prompt, with a checkpoint's own chat template.
 
-Templates are programs written in Jinja that come with a checkpoint. They run in Jinja's sandbox and
-see plain data only, and render as `apply_chat_template` of transformers renders them.
+Templates are programs written in Jinja that come with a checkpoint. They run in a process of their
+own, in Jinja's sandbox, see plain data only, and render as `apply_chat_template` of transformers
+renders them, given the same texts: content in parts is joined, and the arguments of tool calls are
+parsed where they are JSON text.
 """
 
 from __future__ import annotations
 
-import datetime
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from hybridspec.errors import CheckpointError, UnsupportedError
+from hybridspec.errors import CheckpointError, UnsupportedError, visible
+from hybridspec.models.fields import is_there, read_json
+from hybridspec.models.templates import TemplateError, TemplateFailure, run_template
+from hybridspec.values import flag, shown
 
 __all__ = ["ChatTemplates", "is_conversation"]
 
@@ -32,7 +29,15 @@ _SPECIAL_TOKENS = (
     "cls_token",
     "mask_token",
 )
+_OWN_NAMES = (
+    "messages",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+)
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_MAX_DEPTH = 100
 # Marks where the last message ends; the space behind it tells whether the template trims.
 _MARK = "\ue000end of the message\ue000"
 
@@ -75,7 +80,13 @@ class ChatTemplates:
         """
         folder = Path(path)
         config_file = folder / "tokenizer_config.json"
-        config = {**_read(folder / "special_tokens_map.json"), **_read(config_file)}
+        sources = (folder / "special_tokens_map.json", config_file)
+        config = {
+            name: value
+            for file in sources
+            if is_there(file)
+            for name, value in read_json(file).items()
+        }
         variables = {}
         for name in _SPECIAL_TOKENS:
             token = config.get(name)
@@ -86,7 +97,7 @@ class ChatTemplates:
         files = {"default": folder / "chat_template.jinja"}
         extra = sorted((folder / "additional_chat_templates").glob("*.jinja"))
         files |= {file.stem: file for file in extra}
-        found = {name: _text(file) for name, file in files.items() if file.is_file()}
+        found = {name: _text(file) for name, file in files.items() if is_there(file)}
         return cls(found or templates, variables, str(folder))
 
     def render(
@@ -97,26 +108,31 @@ class ChatTemplates:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_kwargs: Any,
     ) -> str:
         """Render one conversation.
 
         Args:
             messages: with "role" and "content" each, oldest first; content is a text, or a list of
-                {"type": "text", "text": ...}.
+                {"type": "text", "text": ...}, which are joined.
             tools: JSON schemas of functions that the model may call.
             chat_template: a template, or the name of one of the checkpoint's; None takes the
                 checkpoint's: "tool_use" with tools if there is one, else "default".
             add_generation_prompt: whether to open the assistant's answer at the end.
             continue_final_message: end inside the last message, for the model to go on with it.
-            template_kwargs: what else the template looks at, such as `enable_thinking`.
+            chat_template_kwargs: what else the template looks at, such as `enable_thinking`.
+            template_kwargs: the same, one by one.
 
         Raises:
-            ValueError: if there is no template, or the template refuses the messages.
+            ValueError: if there is no template, or the template refuses the messages or takes too
+                much time or memory.
             TypeError: if messages or tools are not plain data.
             UnsupportedError: if a message holds something other than text.
             CheckpointError: if the checkpoint's template is not valid Jinja.
         """
+        flag("add_generation_prompt", add_generation_prompt)
+        flag("continue_final_message", continue_final_message)
         text = self._template(chat_template, has_tools=bool(tools))
         plain = _plain_messages(messages)
         if continue_final_message:
@@ -127,7 +143,7 @@ class ChatTemplates:
             plain = _marked(plain)
         variables = {
             **self.variables,
-            **{name: _plain(name, value) for name, value in template_kwargs.items()},
+            **_joined(chat_template_kwargs, template_kwargs),
             "messages": plain,
             "tools": None if tools is None else _plain_list("tools", tools),
             "add_generation_prompt": add_generation_prompt,
@@ -153,37 +169,35 @@ class ChatTemplates:
 
     def _rendered(self, text: str, variables: dict[str, Any], *, is_own: bool) -> str:
         try:
-            template = _compiled(text)
-        except jinja2.TemplateSyntaxError as error:
-            where = f"line {error.lineno}: {error.message}"
+            return run_template(text, variables)
+        except TemplateError as error:
+            reason = visible(str(error))
             if is_own:
-                raise CheckpointError(f"{self.source}: chat template, {where}") from None
-            raise ValueError(f"chat_template: not valid Jinja, {where}") from None
-        try:
-            return template.render(variables)
-        except Exception as error:  # whatever a foreign program fails with
+                raise CheckpointError(f"{self.source}: chat template, {reason}") from None
+            raise ValueError(f"chat_template: not valid Jinja, {reason}") from None
+        except TemplateFailure as error:
             raise ValueError(
-                f"messages: the chat template fails on them: {str(error) or type(error).__name__}"
-            ) from error
+                f"messages: the chat template fails on them: {visible(str(error))}"
+            ) from None
 
 
-def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not readable as JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {type(content).__name__}")
-    return content
+def _joined(kwargs: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Bring both ways to name a template's variables together."""
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"chat_template_kwargs: expected a dict, got {type(kwargs).__name__}")
+    named = dict(kwargs or {})
+    for name in named:
+        if name in _OWN_NAMES or name in more:
+            where = "an argument of its own" if name in _OWN_NAMES else "given twice"
+            raise ValueError(f"chat_template_kwargs: {shown(name)} is {where}")
+    return {name: _plain(name, value) for name, value in {**named, **more}.items()}
 
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not UTF-8 text ({error})") from None
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: not readable as UTF-8 text ({error})") from None
 
 
 def _named_templates(value: Any, file: Path) -> dict[str, str]:
@@ -222,14 +236,12 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping):
             raise TypeError(f"messages: expected dicts, got {type(message).__name__}")
         if not isinstance(message.get("role"), str):
-            raise ValueError(f"messages: expected a role in each, got {message.get('role')!r}")
+            raise ValueError(f"messages: expected a role in each, got {shown(message.get('role'))}")
         given = {key: value for key, value in message.items() if value is not None}
-        for part in given["content"] if isinstance(given.get("content"), list | tuple) else ():
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            if kind != "text":
-                raise UnsupportedError(
-                    f"messages: content of type {kind!r}, only text is supported"
-                )
+        if isinstance(given.get("content"), list | tuple):
+            given["content"] = "".join(_text_of(part) for part in given["content"])
+        if "tool_calls" in given:
+            given["tool_calls"] = [_parsed_call(call) for call in _calls(given["tool_calls"])]
         thoughts = next((given[key] for key in _REASONING_KEYS if key in given), None)
         if thoughts is not None:
             given = {"thinking": thoughts, **given, "reasoning_content": thoughts}
@@ -237,14 +249,54 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
     return copied
 
 
-def _plain(name: str, value: Any) -> Any:
+def _text_of(part: Any) -> str:
+    """Return the text of a part of a message's content."""
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind != "text":
+        raise UnsupportedError(f"messages: content of type {shown(kind)}, only text is supported")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise TypeError(f"messages: expected a text in each part, got {type(text).__name__}")
+    return text
+
+
+def _calls(calls: Any) -> Sequence[Any]:
+    if isinstance(calls, str | bytes | Mapping) or not isinstance(calls, Sequence):
+        raise TypeError(f"messages: expected a list of tool_calls, got {type(calls).__name__}")
+    return calls
+
+
+def _parsed_call(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, where they are JSON text."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = function["arguments"]
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError(
+            f"messages: tool_calls: expected arguments that are a JSON object, "
+            f"got {shown(arguments)}"
+        )
+    parsed_function = {**function, "arguments": parsed}
+    return {**call, "function": parsed_function} if "function" in call else parsed_function
+
+
+def _plain(name: str, value: Any, depth: int = 0) -> Any:
     """Copy a value of JSON's types: a template gets nothing with methods of its own."""
     if value is None or type(value) in (str, bool, int, float):
         return value
+    if depth == _MAX_DEPTH:
+        raise ValueError(f"{name}: expected at most {_MAX_DEPTH} values inside each other")
     if isinstance(value, Mapping):
-        return {_plain(name, key): _plain(name, item) for key, item in value.items()}
+        if other := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"{name}: expected texts as keys, got {shown(other[0])}")
+        return {str(key): _plain(name, item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(name, item) for item in value]
+        return [_plain(name, item, depth + 1) for item in value]
     raise TypeError(
         f"{name}: expected texts, numbers, lists and dicts only, got {type(value).__name__}"
     )
@@ -254,9 +306,6 @@ def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put the mark behind the text of the last message."""
     *before, last = messages
     content = last.get("content")
-    if isinstance(content, list) and content:
-        *parts, part = content
-        return [*before, {**last, "content": [*parts, {**part, "text": f"{part['text']}{_MARK} "}]}]
     if not isinstance(content, str):
         raise ValueError("continue_final_message: expected text in the last message, got none")
     return [*before, {**last, "content": f"{content}{_MARK} "}]
@@ -270,49 +319,3 @@ def _cut(rendered: str) -> str:
             "continue_final_message: the chat template does not show the last message as it is"
         )
     return kept if rest.startswith(" ") else kept.rstrip()
-
-
-class _Generation(Extension):
-    """`{% generation %}`, which marks an assistant's words for training; renders what it holds."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes for HTML, which no model was trained on."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
-
-
-@functools.lru_cache(maxsize=32)
-def _compiled(text: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    return environment.from_string(text)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridspec.errors import CheckpointError, UnsupportedError
+from hybridspec.models.fields import is_there
 
 __all__ = ["Checkpoint", "OnProgress", "weight_files"]
 
@@ -70,7 +71,7 @@ class Checkpoint:
         self._open_file: tuple[Path, Any] | None = None
         self._mapped_bytes = self._done_bytes = 0
         index, single = folder / _INDEX, folder / _SINGLE
-        shard_of = _read_index(index) if index.is_file() else {}
+        shard_of = _read_index(index) if is_there(index) else {}
         # As in transformers, a single file goes before an index that does not speak of it.
         if shard_of and (not single.is_file() or _SINGLE in shard_of.values()):
             self.source = index
@@ -95,7 +96,7 @@ class Checkpoint:
         wanted = {name: shard for name, shard in shard_of.items() if name.startswith(self._only)}
         held = {}
         for shard in sorted(set(wanted.values())):
-            if not (folder / shard).is_file():
+            if not _is_file(folder / shard):
                 raise CheckpointError(f"{index}: names the file {shard}, which does not exist")
             held[shard] = self._add_names(folder / shard)
         for name, shard in wanted.items():
@@ -219,7 +220,7 @@ def weight_files(folder: Path, only: str = "") -> list[str]:
         only: leaves out files without tensors whose names start with this.
     """
     index = folder / _INDEX
-    shard_of = _read_index(index) if index.is_file() else {only: _SINGLE}
+    shard_of = _read_index(index) if is_there(index) else {only: _SINGLE}
     return sorted({shard for name, shard in shard_of.items() if name.startswith(only)})
 
 
@@ -243,6 +244,13 @@ def _is_inside(shard: str) -> bool:
     """Whether a name stays in its folder; what a link there points to is its owner's affair."""
     is_plain = "\0" not in shard and "\\" not in shard
     return is_plain and not Path(shard).is_absolute() and ".." not in Path(shard).parts
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _opened(file: Path) -> Any:

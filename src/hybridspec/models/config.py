@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hybridspec.errors import CheckpointError, UnsupportedError
-from hybridspec.models.fields import Fields, read_json
+from hybridspec.models.fields import Fields, is_there, read_json
 from hybridspec.values import shown
 
 __all__ = ["GdnConfig", "ModelConfig", "MoeConfig"]
@@ -155,19 +155,19 @@ class ModelConfig:
         """
         folder = Path(path)
         file = folder / "config.json"
-        if (folder / "adapter_config.json").is_file():
+        if is_there(folder / "adapter_config.json"):
             raise UnsupportedError(
                 f"{folder}/adapter_config.json: an unmerged adapter (LoRA); "
                 f"merge it into its base model first"
             )
         for name in _QUANTIZATION_FILES:
-            if (folder / name).is_file():
+            if is_there(folder / name):
                 raise UnsupportedError(f"{folder / name}: quantized files are not supported")
-        if not file.is_file():
+        if not is_there(file):
             raise CheckpointError(f"{folder}: expected a model folder with config.json, found none")
         raw = read_json(file)
         generation_file = folder / "generation_config.json"
-        generation = read_json(generation_file) if generation_file.is_file() else {}
+        generation = read_json(generation_file) if is_there(generation_file) else {}
         return _config_from_fields(Fields(raw, str(file)), Fields(generation, str(generation_file)))
 
 

@@ -66,7 +66,9 @@ class DummyCheckpoint:
         step = shape[0] if is_whole else max(_BLOCK_ELEMENTS // math.prod(shape[1:]), 1)
         for start in range(0, shape[0], step):
             rows = slice(start, min(start + step, shape[0]))
-            block = torch.empty(rows.stop - start, *shape[1:], device=self.device)
+            block = torch.empty(
+                rows.stop - start, *shape[1:], dtype=torch.float32, device=self.device
+            )
             yield rows, block.normal_(mean, deviation, generator=self._generator)
 
     def skip(self, prefix: str) -> None:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from hybridspec.errors import CheckpointError
 from hybridspec.values import shown
 
-__all__ = ["Fields", "read_json"]
+__all__ = ["Fields", "is_there", "read_json"]
 
 _MAX_SIZE = 1 << 24  # of anything: no model has more, and tables of this many rows can be made
+
+
+def is_there(file: Path) -> bool:
+    """Return whether a folder has an entry of this name, a file that can be read or not.
+
+    A link that leads nowhere, as a cache that lost files has them, is no absent file: what it
+    should hold would be left out without a word.
+    """
+    return os.path.lexists(file)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -9,17 +9,24 @@ from typing import Any
 
 from hybridspec.config import SamplingParams
 from hybridspec.errors import CheckpointError, visible
-from hybridspec.models.fields import read_json
+from hybridspec.models.fields import is_there, read_json
 from hybridspec.models.tokenizer import Tokenizer
-from hybridspec.values import shown
+from hybridspec.values import flag, shown
 
 __all__ = ["end_token_ids", "sampling_defaults"]
 
 _log = logging.getLogger("hybridspec")
 _FILE = "generation_config.json"
 # Parameters that the file calls by the same name, and those that it does not.
-_SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_SAME += ("presence_penalty", "frequency_penalty")
+_SAME = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _FIELDS = {
     **{name: name for name in _SAME},
     "max_new_tokens": "max_tokens",
@@ -51,9 +58,16 @@ _SILENT = {
     "trust_remote_code",
 }
 # What other fields say where they change nothing.
-_NEUTRAL = (None, False, [], {})
-_NEUTRAL_ONES = ("encoder_repetition_penalty", "guidance_scale", "length_penalty", "num_beams")
-_NEUTRAL_ONES += ("num_beam_groups", "num_return_sequences", "typical_p")
+_NEUTRAL: tuple[Any, ...] = (None, False, [], {})
+_NEUTRAL_ONES = {
+    "encoder_repetition_penalty",
+    "guidance_scale",
+    "length_penalty",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "typical_p",
+}
 
 
 def sampling_defaults(path: str | Path) -> SamplingParams:
@@ -67,13 +81,14 @@ def sampling_defaults(path: str | Path) -> SamplingParams:
         CheckpointError: if the file is broken or a value is none that SamplingParams takes.
     """
     file = Path(path) / _FILE
-    if not file.is_file():
+    if not is_there(file):
         return SamplingParams()
     fields = {name: value for name, value in read_json(file).items() if value is not None}
     values = {_FIELDS[name]: fields[name] for name in _FIELDS if name in fields}
-    if fields.get("do_sample") is False:
-        values["temperature"] = 0.0
     try:
+        if not fields.get("do_sample", True):
+            values["temperature"] = 0.0
+        flag("do_sample", fields.get("do_sample", True))
         if "suppress_tokens" in fields:
             words = [[token] for token in _listed(fields, "suppress_tokens")]
             values["bad_words"] = [*_listed(values, "bad_words"), *words]
@@ -129,9 +144,9 @@ def end_token_ids(
         CheckpointError: if a file is broken.
     """
     generation, config = Path(path) / _FILE, Path(tokenizer_path) / "tokenizer_config.json"
-    if tokenizer is None or not config.is_file():
+    if tokenizer is None or not is_there(config):
         return ids
-    if generation.is_file() and read_json(generation).get("eos_token_id") is not None:
+    if is_there(generation) and read_json(generation).get("eos_token_id") is not None:
         return ids
     end = read_json(config).get("eos_token")
     text = end.get("content") if isinstance(end, dict) else end

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,21 +21,23 @@ from hybridspec.models.layers import (
     DecoderLayer,
     GdnLayer,
     Mixer,
-    RmsNorm,
     Rotary,
     Rows,
 )
 from hybridspec.models.mtp import MtpHead
 from hybridspec.models.weights import MTP_PREFIX, WeightReader, embedding_name
+from hybridspec.ops.norms import RmsNorm
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import MemoryOptions, MemorySpecs
 
-__all__ = ["HybridModel", "load_model", "memory_specs"]
+__all__ = ["MIXERS", "HybridModel", "ModelFacts", "load_model", "memory_specs", "read_facts"]
 
-_MIXERS: dict[str, type[Mixer]] = {
+MIXERS: dict[str, type[Mixer]] = {
     "gdn": GdnLayer,
     "attention": AttentionLayer,
 }  # by their names in the config
+
+_Files = Checkpoint | DummyCheckpoint
 
 # What a draft head's tensors mean depends on these, and shapes do not tell all of them.
 _MTP_FIELDS = ("num_attention_heads", "num_kv_heads", "head_dim", "rotary_dim")
@@ -67,14 +70,6 @@ class HybridModel:
     rotary: Rotary
     num_parameters: int
     mtp: MtpHead | None
-
-    def with_attention(self, **backends: str) -> Self:
-        """Return the same model with other implementations of attention, as a layer takes them."""
-        layers = tuple(layer.with_attention(**backends) for layer in self.layers)
-        mtp = self.mtp
-        if mtp is not None:
-            mtp = replace(mtp, layer=mtp.layer.with_attention(**backends))
-        return replace(self, layers=layers, mtp=mtp)
 
     def memory_specs(self, options: MemoryOptions, *, has_head: bool = True) -> MemorySpecs:
         """State the memories that requests need, the draft head's included if it is run."""
@@ -116,7 +111,7 @@ def memory_specs(config: ModelConfig, options: MemoryOptions, *, has_head: bool)
         has_head: whether a draft head is run, which needs a memory of its own.
     """
     return MemorySpecs(
-        layers=tuple(_MIXERS[kind].memory_spec(config, options) for kind in config.layer_kinds),
+        layers=tuple(MIXERS[kind].memory_spec(config, options) for kind in config.layer_kinds),
         head=AttentionLayer.memory_spec(config, options) if has_head else None,
         options=options,
     )
@@ -127,7 +122,7 @@ def load_model(
     *,
     dtype: torch.dtype | Literal["auto"] = "auto",
     device: str | torch.device = "cpu",
-    backend: str = "auto",
+    backends: Mapping[str, str] = MappingProxyType({}),
     mtp_from: str | Path | None = None,
     has_dummy_weights: bool = False,
     on_progress: OnProgress | None = None,
@@ -139,7 +134,7 @@ def load_model(
         dtype: dtype of matrices and activations; "auto" is fp32 on a CPU, the stored dtype of the
             embedding elsewhere. Norms, A_log and dt_bias are at least fp32 in any case.
         device: where the tensors go.
-        backend: implementation of the ops, handed to the layers.
+        backends: by op, the implementation that the layers use; others choose at each call.
         mtp_from: folder to take the draft head from, in place of the model's own.
         has_dummy_weights: make the weights up instead of reading them; needs config.json only.
         on_progress: called with the bytes read so far and the bytes of all files.
@@ -151,29 +146,19 @@ def load_model(
         CheckpointError: if a folder is incomplete, broken or does not match the config.
         UnsupportedError: if it describes a model that this package does not compute.
     """
-    folder = Path(path)
-    config = ModelConfig.from_folder(folder)
     device = torch.device(device)
-    checkpoint: Checkpoint | DummyCheckpoint
-    mtp_checkpoint: Checkpoint | DummyCheckpoint
-    if has_dummy_weights:
-        checkpoint = DummyCheckpoint(device, has_mtp=config.num_mtp_layers > 0)
-    else:
-        checkpoint = Checkpoint(folder, device, on_progress=on_progress)
-    mtp_checkpoint = checkpoint
-    if mtp_from is not None:
-        mtp_checkpoint = _open_mtp(Path(mtp_from), config, device)
-        checkpoint.skip(MTP_PREFIX)
+    config, checkpoint, mtp_checkpoint = _opened(
+        Path(path), device, mtp_from, has_dummy_weights, on_progress
+    )
     if dtype == "auto":
-        stored = checkpoint.dtype(embedding_name(checkpoint))
-        dtype = torch.float32 if device.type == "cpu" else stored
+        dtype = _facts(config, checkpoint, mtp_checkpoint).dtype_on(device)
     reader = WeightReader(
         checkpoint=checkpoint,
         mtp_checkpoint=mtp_checkpoint,
         config=config,
         dtype=dtype,
         device=device,
-        backend=backend,
+        backends=backends,
     )
     rotary = Rotary(config.rotary_dim, config.rope_theta, dtype=reader.vector_dtype, device=device)
     embedding = reader.embedding()
@@ -193,6 +178,55 @@ def load_model(
     for source in sources:
         source.finish()
     return replace(model, num_parameters=sum(source.num_parameters for source in sources))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the headers of a model's files say.
+
+    Attributes:
+        has_mtp: whether there is a draft head.
+        stored_dtype: dtype of the embedding in the files.
+    """
+
+    has_mtp: bool
+    stored_dtype: torch.dtype
+
+    def dtype_on(self, device: torch.device) -> torch.dtype:
+        """Return what "auto" means: fp32 on a CPU, the stored dtype elsewhere."""
+        return torch.float32 if device.type == "cpu" else self.stored_dtype
+
+
+def read_facts(
+    path: str | Path, *, mtp_from: str | Path | None = None, has_dummy_weights: bool = False
+) -> ModelFacts:
+    """Read what `load_model` would find, without reading a weight; arguments and errors are its."""
+    return _facts(*_opened(Path(path), torch.device("cpu"), mtp_from, has_dummy_weights, None))
+
+
+def _facts(_: ModelConfig, checkpoint: _Files, mtp_checkpoint: _Files) -> ModelFacts:
+    stored = checkpoint.dtype(embedding_name(checkpoint))
+    return ModelFacts(mtp_checkpoint.has_prefix(MTP_PREFIX), stored)
+
+
+def _opened(
+    folder: Path,
+    device: torch.device,
+    mtp_from: str | Path | None,
+    has_dummy_weights: bool,
+    on_progress: OnProgress | None,
+) -> tuple[ModelConfig, _Files, _Files]:
+    """Open a model's files, and those that hold its draft head."""
+    config = ModelConfig.from_folder(folder)
+    checkpoint: _Files
+    if has_dummy_weights:
+        checkpoint = DummyCheckpoint(device, has_mtp=config.num_mtp_layers > 0)
+    else:
+        checkpoint = Checkpoint(folder, device, on_progress=on_progress)
+    if mtp_from is None:
+        return config, checkpoint, checkpoint
+    checkpoint.skip(MTP_PREFIX)
+    return config, checkpoint, _open_mtp(Path(mtp_from), config, device)
 
 
 def _load_mtp(reader: WeightReader, embedding: Tensor, rotary: Rotary) -> MtpHead:

@@ -3,13 +3,14 @@
 Plain objects with a `forward`, because on a CPU the module machinery costs as much as a small
 matrix product. `Step.is_prefill` alone decides whether rows are stored or appended. Every mixer has
 the same form, so that another kind needs no change here: `forward(x, residual, rows, memory)`, and
-`memory_spec(config, options)`, which states the memory that it is given.
+what an engine asks before it is built: `memory_spec`, the memory that it is given, and `refusals`,
+which backends of its ops would not serve it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,67 +18,36 @@ from torch import Tensor
 
 from hybridspec.models.config import ModelConfig
 from hybridspec.models.mlp import Mlp, MoeMlp
-from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention
-from hybridspec.ops.norms import widened
-from hybridspec.ops.rotary import norm_and_rotate
+from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention, rotary
+from hybridspec.ops.activations import sigmoid_gate
+from hybridspec.ops.norms import RmsNorm, widened
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import GdnMemory, KvMemory, MemoryOptions, MemorySpec
 
 __all__ = [
+    "ATTENTION",
+    "CAUSAL_CONV1D",
+    "GATED_DELTA_RULE",
+    "NORM_AND_ROTATE",
+    "PROMPT_ATTENTION",
     "AttentionLayer",
     "DecoderLayer",
     "GdnLayer",
     "Mixer",
-    "RmsNorm",
+    "Refusals",
     "Rotary",
     "Rows",
 ]
 
+# Ops as engines name them.
+GATED_DELTA_RULE = "gated_delta_rule"
+CAUSAL_CONV1D = "causal_conv1d"
+ATTENTION = "paged_attention"
+PROMPT_ATTENTION = "attention of prompts"
+NORM_AND_ROTATE = "norm_and_rotate"
 
-class RmsNorm:
-    """Root-mean-square norm of the last dimension.
-
-    y = x / sqrt(mean(x^2) + eps) * weight
-
-    On a GPU `F.rms_norm` is one kernel; on a CPU it is eight operators, and the four of the same
-    equation as x * (weight sqrt(D)) / hypot(|x|, sqrt(D eps)) take half the time.
-
-    Args:
-        weight: the whole factor (a stored zero-centred weight plus one), [D], or [heads, D] where
-            every head has its own; fp32 or fp64.
-        eps: added to the mean square.
-    """
-
-    __slots__ = ("_floor", "eps", "scaled_weight", "weight")
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        size = weight.shape[-1]
-        self.weight = weight
-        self.eps = eps
-        self.scaled_weight = weight * size**0.5
-        self._floor = weight.new_tensor((eps * size) ** 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of activations [..., D], in their dtype.
-
-        Numerics: computed in the dtype of the weight and rounded once, at the end.
-        """
-        return widened(self._wide(x), x.dtype)
-
-    def forward_gated(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Return norm(x) * silu(gate), both [..., D], in the dtype of `x`.
-
-        Numerics: computed in the dtype of the weight and rounded once, at the end.
-        """
-        wide = self._wide(x)
-        return widened(wide.mul_(F.silu(widened(gate, wide.dtype))), x.dtype)
-
-    def _wide(self, x: Tensor) -> Tensor:
-        wide = widened(x, self.weight.dtype)
-        if wide.is_cuda and self.weight.dim() == 1:
-            return F.rms_norm(wide, self.weight.shape, self.weight, self.eps)
-        length = torch.linalg.vector_norm(wide, 2, -1, True)
-        return wide.mul(self.scaled_weight).div_(length.hypot_(self._floor))
+# By op: the backends in order of preference, each with why it would not serve, None if it would.
+Refusals = dict[str, dict[str, str | None]]
 
 
 class Rotary:
@@ -130,18 +100,14 @@ class Mixer(Protocol):
         """State the memory of such a layer."""
         ...
 
+    @staticmethod
+    def refusals(config: ModelConfig, memory: Any, max_verify_tokens: int) -> Refusals:
+        """Ask each op of such a layer which of its backends would not serve it."""
+        ...
+
     def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: Any) -> Tensor:
         """Add rows [N, D], mixed along their requests, to others; appends to the memory's logs."""
         ...
-
-
-def rotate_(x: Tensor, rotary: tuple[Tensor, Tensor]) -> None:
-    """Rotate the leading dimensions of every head of `x` [N, heads, D], in place."""
-    cos, sin = rotary
-    rotated = x.narrow(-1, 0, cos.shape[-1])
-    first, second = rotated.chunk(2, -1)
-    swapped = torch.cat((second, first), -1)
-    rotated.mul_(cos).addcmul_(swapped, sin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +121,7 @@ class GdnLayer:
         A_log, dt_bias: [HV], fp32.
         norm: gated norm over V.
         out_weight: [D, HV V].
-        backend: which implementation of the ops to use.
+        conv_backend, rule_backend: what runs the convolution and the rule of rows to verify.
     """
 
     config: ModelConfig
@@ -165,7 +131,8 @@ class GdnLayer:
     dt_bias: Tensor
     norm: RmsNorm
     out_weight: Tensor
-    backend: str
+    conv_backend: str
+    rule_backend: str
 
     @staticmethod
     def memory_spec(config: ModelConfig, options: MemoryOptions) -> MemorySpec:
@@ -179,6 +146,30 @@ class GdnLayer:
             value_dim=g.value_dim,
             conv_width=g.conv_width,
         )
+
+    @staticmethod
+    def refusals(config: ModelConfig, memory: GdnMemory, max_verify_tokens: int) -> Refusals:
+        """Ask each op of such a layer which of its backends would not serve it."""
+        g = config.gdn
+        keys, values = (-1, g.num_key_heads, g.key_dim), (-1, g.num_value_heads, g.value_dim)
+        sizes = (g.conv_dim, values[1] * values[2], g.num_value_heads, g.num_value_heads)
+        projected = memory.conv_ring.new_empty(1, sum(sizes))
+        qkv, z, b, a = projected.split_with_sizes(sizes, -1)
+        out = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+        q, k, v = out.split_with_sizes((keys[1] * keys[2], keys[1] * keys[2], sizes[1]), -1)
+        weight = out.new_empty(g.conv_width, g.conv_dim).t()
+        y = out.new_empty(1, *values[1:])
+        rows = (q.view(keys), k.view(keys), v.view(values), a, b)
+        return {
+            CAUSAL_CONV1D: {
+                name: explain(qkv, weight, memory.conv_ring, out, max_verify_tokens)
+                for name, explain in causal_conv1d.verify_backends(qkv).items()
+            },
+            GATED_DELTA_RULE: {
+                name: explain(*rows, memory.state, memory.ring, y, max_verify_tokens)
+                for name, explain in gated_delta_rule.verify_backends(qkv).items()
+            },
+        }
 
     def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: GdnMemory) -> Tensor:
         """Add rows [N, D], mixed along their requests, to others; appends to the memory's logs."""
@@ -199,11 +190,9 @@ class GdnLayer:
             qkv, self.conv_weight, memory.conv_ring, memory.seq_len, step.cu_seqlens, step.slots,
         )  # fmt: skip
         if step.is_prefill:
-            return causal_conv1d.prefill(
-                *logs, max_seqlen=step.max_seqlen, activation="silu", backend=self.backend
-            )
+            return causal_conv1d.prefill(*logs, max_seqlen=step.max_seqlen, activation="silu")
         return causal_conv1d.verify(
-            *logs, max_verify_tokens=step.max_seqlen, activation="silu", backend=self.backend
+            *logs, max_verify_tokens=step.max_seqlen, activation="silu", backend=self.conv_backend
         )
 
     def _mix(
@@ -217,7 +206,6 @@ class GdnLayer:
                 *logs,
                 max_seqlen=step.max_seqlen,
                 state_scale=memory.state_scale,
-                backend=self.backend,
             )
         return gated_delta_rule.verify(
             *rows,
@@ -225,7 +213,7 @@ class GdnLayer:
             max_verify_tokens=step.max_seqlen,
             is_fold=step.is_fold,
             state_scale=memory.state_scale,
-            backend=self.backend,
+            backend=self.rule_backend,
         )
 
 
@@ -238,7 +226,8 @@ class AttentionLayer:
         in_weight: [q | k | v | gate] stacked, [(2 Hq + 2 Hkv) d, D].
         qk_norm: norm of every head of q and k, weight [Hq + Hkv, d].
         out_weight: [D, Hq d].
-        verify_backend, prefill_backend: which implementation of attention to use.
+        verify_backend, prefill_backend: what attends for rows to verify and for prompt rows.
+        rotary_backend: what norms and rotates heads on a GPU.
     """
 
     config: ModelConfig
@@ -247,11 +236,41 @@ class AttentionLayer:
     out_weight: Tensor
     verify_backend: str
     prefill_backend: str
+    rotary_backend: str
 
     @staticmethod
     def memory_spec(config: ModelConfig, options: MemoryOptions) -> MemorySpec:
         """State the memory of such a layer."""
         return KvMemory.spec(options, num_heads=config.num_kv_heads, head_dim=config.head_dim)
+
+    @staticmethod
+    def refusals(config: ModelConfig, memory: KvMemory, max_verify_tokens: int) -> Refusals:
+        """Ask each op of such a layer which of its backends would not serve it."""
+        heads, kv_heads, head_dim = config.num_attention_heads, config.num_kv_heads, config.head_dim
+        qk = memory.k_pages.new_empty(1, heads + kv_heads, head_dim)
+        q, k = qk.split_with_sizes((heads, kv_heads), 1)
+        offsets = memory.seq_len.new_zeros(2)
+        call = (
+            q, k, torch.empty_like(k), memory.k_pages, memory.v_pages, memory.page_table,
+            memory.seq_len, offsets, offsets[:1], torch.empty_like(q),
+        )  # fmt: skip
+        wide = torch.promote_types(qk.dtype, torch.float32)
+        weight = qk.new_empty(qk.shape[1:], dtype=wide)
+        angles = qk.new_empty(1, 1, config.rotary_dim, dtype=wide)
+        return {
+            ATTENTION: {
+                name: explain(*call, max_verify_tokens)
+                for name, explain in paged_attention.verify_backends(q).items()
+            },
+            PROMPT_ATTENTION: {
+                name: explain(*call, config.max_positions)
+                for name, explain in paged_attention.prefill_backends(q).items()
+            },
+            NORM_AND_ROTATE: {
+                name: explain(qk, weight, angles, angles, config.norm_eps, torch.empty_like(qk))
+                for name, explain in rotary.backends(qk).items()
+            },
+        }
 
     def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: KvMemory) -> Tensor:
         """Add what rows [N, D] find in their requests' pages to others; appends there first."""
@@ -276,17 +295,20 @@ class AttentionLayer:
             y = paged_attention.verify(
                 q, k, v, *logs, max_verify_tokens=step.max_seqlen, backend=self.verify_backend
             )
-        y = y.flatten(-2).mul_(gate.sigmoid())
+        y = y.flatten(-2)
+        y = sigmoid_gate(y, gate, out=y) if y.is_cuda else y.mul_(gate.sigmoid())
         return torch.addmm(residual, y, self.out_weight.t())
 
-    def _norm_and_rotate(self, qk: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def _norm_and_rotate(self, qk: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         weight = self.qk_norm.weight
         heads = qk.view(-1, *weight.shape)
         if qk.is_cuda:
-            return norm_and_rotate(heads, weight, *rotary, eps=self.qk_norm.eps)
+            return rotary.norm_and_rotate(
+                heads, weight, *angles, eps=self.qk_norm.eps, backend=self.rotary_backend
+            )
         # The call of an op costs a CPU as much as this arithmetic.
-        heads = self.qk_norm.forward(widened(heads, weight.dtype))
-        rotate_(heads, rotary)
+        heads = self.qk_norm.wide(heads)
+        rotary.rotate_(heads, *angles)
         return widened(heads, qk.dtype)
 
 
@@ -304,13 +326,6 @@ class DecoderLayer:
     mlp: Mlp | MoeMlp
     mixer_norm: RmsNorm
     mlp_norm: RmsNorm
-
-    def with_attention(self, *, verify_backend: str, prefill_backend: str) -> Self:
-        """Return the same block, with other implementations of attention if it attends."""
-        if not isinstance(self.mixer, AttentionLayer):
-            return self
-        mixer = replace(self.mixer, verify_backend=verify_backend, prefill_backend=prefill_backend)
-        return replace(self, mixer=mixer)
 
     def forward(self, x: Tensor, rows: Rows, memory: Any) -> Tensor:
         """Return the residual stream after this layer, [N, D]; appends to the memory's logs."""

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridspec.models.layers import DecoderLayer, RmsNorm, Rotary, Rows
+from hybridspec.models.layers import DecoderLayer, Rotary, Rows
+from hybridspec.ops.norms import RmsNorm
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import KvMemory
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as JsonTokenizer
 
 from hybridspec.errors import CheckpointError
+from hybridspec.models.fields import is_there
 
 __all__ = ["Detokenizer", "Tokenizer", "load_tokenizer"]
 
@@ -157,7 +158,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
         CheckpointError: if the file is broken.
     """
     file = Path(path) / "tokenizer.json"
-    if not file.is_file():
+    if not is_there(file):
         return None
     try:
         backend = JsonTokenizer.from_file(str(file))

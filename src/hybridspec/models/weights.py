@@ -7,7 +7,7 @@ for is an error: a file that does not match its config would otherwise run and p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,18 @@ from torch import Tensor
 from hybridspec.models.checkpoint import Checkpoint
 from hybridspec.models.config import ModelConfig
 from hybridspec.models.dummy import DummyCheckpoint
-from hybridspec.models.layers import AttentionLayer, DecoderLayer, GdnLayer, RmsNorm
+from hybridspec.models.layers import (
+    ATTENTION,
+    CAUSAL_CONV1D,
+    GATED_DELTA_RULE,
+    NORM_AND_ROTATE,
+    PROMPT_ATTENTION,
+    AttentionLayer,
+    DecoderLayer,
+    GdnLayer,
+)
 from hybridspec.models.mlp import Mlp, MoeMlp
+from hybridspec.ops.norms import RmsNorm
 
 __all__ = ["MTP_PREFIX", "WeightReader", "embedding_name"]
 
@@ -46,7 +56,7 @@ class WeightReader:
         config: sizes.
         dtype: dtype of matrices and activations.
         device: where tensors go.
-        backend: handed to the layers.
+        backends: by op, what the layers use; "auto" for others.
     """
 
     checkpoint: Checkpoint | DummyCheckpoint
@@ -54,7 +64,7 @@ class WeightReader:
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    backend: str
+    backends: Mapping[str, str]
     # One for all blocks: what is allocated and freed between tensors that stay leaves holes.
     _scratch: Tensor = field(init=False, default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
@@ -258,7 +268,8 @@ class WeightReader:
                 self.config.hidden_size,
                 g.num_value_heads * g.value_dim,
             ),
-            backend=self.backend,
+            conv_backend=self.backends.get(CAUSAL_CONV1D, "auto"),
+            rule_backend=self.backends.get(GATED_DELTA_RULE, "auto"),
         )
 
     def _gdn_projections(self, prefix: str) -> Tensor:
@@ -319,6 +330,7 @@ class WeightReader:
                 c.norm_eps,
             ),
             out_weight=self._matrix(f"{prefix}o_proj.weight", c.hidden_size, q_size),
-            verify_backend=self.backend,
-            prefill_backend=self.backend,
+            verify_backend=self.backends.get(ATTENTION, "auto"),
+            prefill_backend=self.backends.get(PROMPT_ATTENTION, "auto"),
+            rotary_backend=self.backends.get(NORM_AND_ROTATE, "auto"),
         )

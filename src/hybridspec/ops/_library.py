@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ._autocast import without_autocast
+
 __all__ = ["LIBRARY", "register"]
 
 LIBRARY = torch.library.Library("hybridspec", "FRAGMENT")
@@ -29,12 +31,14 @@ def register(schema: str, implementation: Callable[..., None]) -> Callable[..., 
 
     Args:
         schema: name and arguments without the result, such as `"scale(Tensor(a!) x, float s)"`.
-        implementation: called with the arguments in schema order; chooses its backend itself.
+        implementation: called with the arguments in schema order and without autocast; chooses its
+            backend itself.
 
     Returns:
         A function of the schema's arguments, all positional.
     """
     name = schema.partition("(")[0]
+    implementation = without_autocast(implementation)
     LIBRARY.define(f"{schema} -> ()")
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hybridspec::{name}", _fake, lib=LIBRARY)

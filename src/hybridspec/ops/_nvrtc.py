@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,17 @@ SOURCES = Path(__file__).parent
 def explain_compiler() -> str | None:
     """Say why kernels cannot be compiled here, or return None."""
     try:
-        missing = importlib.util.find_spec("cuda.bindings.nvrtc") is None
-    except ModuleNotFoundError:
-        missing = True
-    if missing:
-        return "no compiler: the package cuda-bindings is not installed"
-    from cuda.bindings import nvrtc
+        from cuda.bindings import driver, nvrtc  # noqa: F401
 
-    try:
         nvrtc.nvrtcVersion()
+    except ModuleNotFoundError as error:
+        if error.name in ("cuda", "cuda.bindings"):
+            return "no compiler: the package cuda-bindings is not installed"
+        return f"no compiler: the package cuda-bindings is broken ({error})"
     except RuntimeError as error:  # the library itself
         return f"no compiler: NVRTC cannot be loaded ({error})"
+    except Exception as error:  # a broken or partial install may fail in any way
+        return f"no compiler: the package cuda-bindings is broken ({error})"
     return None
 
 

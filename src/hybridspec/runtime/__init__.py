@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from hybridspec.runtime.host_memory import available_host_bytes
 from hybridspec.runtime.memory import GdnMemory, KvMemory, MemoryOptions, MemorySpec, MemorySpecs
 from hybridspec.runtime.pools import Pools
+from hybridspec.runtime.sampling_table import SamplingPool
+from hybridspec.runtime.slot_options import SlotOptions
 from hybridspec.runtime.slots import Allocator
 
 __all__ = [
@@ -14,4 +17,7 @@ __all__ = [
     "MemorySpec",
     "MemorySpecs",
     "Pools",
+    "SamplingPool",
+    "SlotOptions",
+    "available_host_bytes",
 ]

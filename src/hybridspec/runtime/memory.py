@@ -87,6 +87,14 @@ class MemorySpec:
     per_token: Mapping[str, TensorSpec]
     view: Callable[[Mapping[str, Tensor], Cursors], Any]
 
+    def slot_bytes(self) -> int:
+        """Bytes that one request holds whatever its length."""
+        return sum(tensor.num_bytes for tensor in self.per_slot.values())
+
+    def token_bytes(self) -> int:
+        """Bytes that one token adds."""
+        return sum(tensor.num_bytes for tensor in self.per_token.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
@@ -129,7 +137,7 @@ class MemorySpecs:
         for spec in self.all():
             yield from spec.per_slot.values()
 
-    def slot_bytes(self) -> dict[str, int]:
+    def bytes_by_part(self) -> dict[str, int]:
         """Bytes that one request holds whatever its length, by what they are."""
         parts: dict[str, int] = {}
         for tensor in self._slot_tensors():
@@ -138,7 +146,7 @@ class MemorySpecs:
 
     def request_bytes(self) -> int:
         """Bytes that one request holds whatever its length."""
-        return sum(tensor.num_bytes for tensor in self._slot_tensors())
+        return sum(spec.slot_bytes() for spec in self.all())
 
     def state_bytes(self) -> int:
         """Bytes of one request's recurrent states, all layers: what one snapshot would copy."""
@@ -146,8 +154,7 @@ class MemorySpecs:
 
     def token_bytes(self) -> int:
         """Bytes that one token adds: what the layers keep of it, and its id."""
-        tensors = (tensor for spec in self.all() for tensor in spec.per_token.values())
-        return TOKEN_DTYPE.itemsize + sum(tensor.num_bytes for tensor in tensors)
+        return TOKEN_DTYPE.itemsize + sum(spec.token_bytes() for spec in self.all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ admitted, never inside a decode step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 import torch
@@ -24,7 +25,9 @@ class Pools:
 
     Attributes:
         specs: what the model's layers keep.
-        page_table: [S, max_pages] int32, physical page of each logical page; -1 where unused.
+        max_pages_per_slot: most pages of one slot.
+        page_table: [S, pages] int32, physical page of each logical page; -1 where unused. Its width
+            is the most pages that a slot can hold now.
         seq_len, ring_start, history_len: [S] int32, the cursors that all layers share.
         token_pages: [P, page_size] int32, the log of token ids, beside the keys.
     """
@@ -41,14 +44,14 @@ class Pools:
     ) -> None:
         self.specs = specs
         self.page_size = page_size
+        self.max_pages_per_slot = max_pages_per_slot
         self.device = device
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.page_table = torch.full(
-            (num_slots, max_pages_per_slot), -1, dtype=torch.int32, device=device
-        )
+        width = min(max_pages_per_slot, num_pages)
+        self.page_table = torch.full((num_slots, width), -1, dtype=torch.int32, device=device)
         self.seq_len = zeros(num_slots)
         self.ring_start = zeros(num_slots)
         self.history_len = zeros(num_slots)
@@ -76,7 +79,7 @@ class Pools:
             ring_start=self.ring_start,
             history_len=self.history_len,
             page_table=self.page_table,
-            max_window=self.specs.options.max_window,
+            max_window=self.max_window,
         )
         tensors = self._slot_tensors[index] | self._page_tensors[index]
         self._memories[index] = self.specs.all()[index].view(tensors, cursors)
@@ -94,6 +97,16 @@ class Pools:
     def of_kind(self, kind: type[_Memory]) -> list[_Memory]:
         """List the memories of one kind, the draft head's last."""
         return [memory for memory in self._memories if isinstance(memory, kind)]
+
+    @property
+    def ring_capacity(self) -> int:
+        """Rows of every ring."""
+        return self.specs.options.ring_capacity
+
+    @property
+    def max_window(self) -> int:
+        """Most live rows of every ring."""
+        return self.specs.options.max_window
 
     @property
     def num_slots(self) -> int:
@@ -131,7 +144,7 @@ class Pools:
         self.seq_len = _resized(self.seq_len, num_slots)
         self.ring_start = _resized(self.ring_start, num_slots)
         self.history_len = _resized(self.history_len, num_slots)
-        self._resize(self._slot_tensors, num_slots)
+        self._change(self._slot_tensors, lambda tensor: _resized(tensor, num_slots))
 
     def grow_pages(self, num_pages: int) -> Self:
         """Enlarge every page-indexed pool, keeping what is there, also if memory runs out."""
@@ -144,15 +157,46 @@ class Pools:
         return self
 
     def _resize_pages(self, num_pages: int) -> None:
+        width = min(self.max_pages_per_slot, num_pages)
+        self.page_table = _resized(self.page_table.t(), width, fill=-1).t().contiguous()
         self.token_pages = _resized(self.token_pages, num_pages)
-        self._resize(self._page_tensors, num_pages)
+        self._change(self._page_tensors, lambda tensor: _resized(tensor, num_pages))
 
-    def _resize(self, layers: list[dict[str, Tensor]], size: int) -> None:
+    @torch.inference_mode()
+    def shrink(self, num_slots: int, num_pages: int) -> None:
+        """Make all pools anew with at most these sizes; what they hold is lost."""
+        num_slots, num_pages = min(num_slots, self.num_slots), min(num_pages, self.num_pages)
+        width = min(self.max_pages_per_slot, num_pages)
+        self.page_table = self.page_table.new_full((num_slots, width), -1)
+        self.seq_len = _emptied(self.seq_len, num_slots)
+        self.ring_start = _emptied(self.ring_start, num_slots)
+        self.history_len = _emptied(self.history_len, num_slots)
+        self.token_pages = _emptied(self.token_pages, num_pages)
+        self._change(self._slot_tensors, lambda tensor: _emptied(tensor, num_slots))
+        self._change(self._page_tensors, lambda tensor: _emptied(tensor, num_pages))
+
+    def _change(self, layers: list[dict[str, Tensor]], change: Callable[[Tensor], Tensor]) -> None:
         # Layer by layer, views included, so that the peak is one layer's copy.
         for i, tensors in enumerate(layers):
-            layers[i] = {name: _resized(tensor, size) for name, tensor in tensors.items()}
+            layers[i] = {name: change(tensor) for name, tensor in tensors.items()}
             del tensors
             self._view(i)
+
+    def growth_bytes(self, num_slots: int, num_pages: int) -> int:
+        """Bytes that growing to these sizes takes at its peak, at which a layer is there twice."""
+        specs = self.specs.all()
+        slots, pages = num_slots - self.num_slots, num_pages - self.num_pages
+        copied = 0
+        if slots > 0:
+            copied = self.num_slots * max(spec.slot_bytes() for spec in specs)
+        if pages > 0:
+            rows = self.num_pages * self.page_size
+            copied = max(copied, rows * max(spec.token_bytes() for spec in specs))
+        return slots * self.slot_bytes() + pages * self.page_bytes() + copied
+
+
+def _emptied(tensor: Tensor, size: int) -> Tensor:
+    return tensor.new_zeros((size, *tensor.shape[1:]))
 
 
 def _resized(tensor: Tensor, size: int, *, fill: int = 0) -> Tensor:

@@ -1,7 +1,8 @@
 """Who owns which slot and which KV pages.
 
 A request reserves its slot and all the pages that it can ever need when it is admitted, so that a
-running request never fails or has to be restarted; requests that do not fit wait.
+running request never fails or has to be restarted; requests that do not fit wait. Pools that grew
+give back what they took when nothing runs any more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from hybridspec.runtime.pools import Pools
 
 __all__ = ["Allocator"]
 
+IDLE_BYTES = 64 << 20  # of slots, and of pages, that pools which grew keep when nothing runs
+_SHARE = 0.9  # of free memory that growing may take: steps need some as well
+
 
 @dataclass(slots=True)
 class Allocator:
@@ -30,12 +34,14 @@ class Allocator:
         has_clean_values: whether pages are handed out with values of zero. FlashAttention-3 needs
             it: it multiplies what lies behind the last position by zero, and a request that
             overflowed may have left NaN there.
+        free_bytes: says how much memory is free; None: pools grow until an allocation fails.
     """
 
     pools: Pools
     can_grow: bool
     max_slots: int
     has_clean_values: bool = False
+    free_bytes: Callable[[], int] | None = None
     _free_slots: list[int] = field(init=False)
     _free_pages: list[int] = field(init=False)
     _pages: dict[int, list[int]] = field(init=False, default_factory=dict)
@@ -50,6 +56,10 @@ class Allocator:
     def num_live(self) -> int:
         return len(self._pages)
 
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free_pages)
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that `num_tokens` rows take."""
         return -(-num_tokens // self.pools.page_size)
@@ -57,7 +67,7 @@ class Allocator:
     def fits_alone(self, num_tokens: int) -> bool:
         """Whether a request of this length could run if nothing else did."""
         pages = self.pages_for(num_tokens)
-        if pages > self.pools.page_table.shape[1]:
+        if pages > self.pools.max_pages_per_slot:
             return False
         return self.can_grow or pages <= self.pools.num_pages
 
@@ -101,29 +111,58 @@ class Allocator:
         self._free_pages += reversed(self._pages.pop(slot))
         self._free_slots.append(slot)
         self._is_full = False
+        if self.can_grow and not self._pages:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Make pools small again that nobody uses, and that take more than is worth keeping."""
+        pools = self.pools
+        num_slots = max(IDLE_BYTES // pools.slot_bytes(), 1)
+        num_pages = max(IDLE_BYTES // pools.page_bytes(), 1)
+        if pools.num_slots > num_slots or pools.num_pages > num_pages:
+            pools.shrink(num_slots, num_pages)
+            self.__post_init__()
 
     def _ensure(self, pages: int) -> bool:
         pools = self.pools
         if self.can_grow and not self._is_full:
             if not self._free_slots and pools.num_slots < self.max_slots:
                 old = pools.num_slots
-                self._grow(pools.grow_slots, min(self.max_slots, 2 * old), old + 1)
+                self._grow(self._grow_slots, min(self.max_slots, 2 * old), old + 1)
                 self._free_slots = list(range(old, pools.num_slots))[::-1]
             if self._free_slots and len(self._free_pages) < pages:
                 old = pools.num_pages
                 needed = old + pages - len(self._free_pages)
-                self._grow(pools.grow_pages, max(2 * old, old + pages), needed)
+                self._grow(self._grow_pages, max(2 * old, old + pages), needed)
                 new = list(range(old, pools.num_pages))[::-1]
                 self._free_pages = new + self._free_pages
         return bool(self._free_slots) and len(self._free_pages) >= pages
 
-    def _grow(self, grow: Callable[[int], object], wanted: int, needed: int) -> None:
+    def _grow(self, grow: Callable[[int], bool], wanted: int, needed: int) -> None:
         """Enlarge a pool, by less where the memory does not hold more; note if it holds nothing."""
         for size in (wanted, needed):
             try:
-                grow(size)
-                return
+                if grow(size):
+                    return
             except RuntimeError as error:  # torch has a type for this on GPUs only
                 if "allocate" not in str(error):
                     raise
         self._is_full = True
+
+    def _grow_slots(self, num_slots: int) -> bool:
+        if not self._has_room(num_slots, self.pools.num_pages):
+            return False
+        self.pools.grow_slots(num_slots)
+        return True
+
+    def _grow_pages(self, num_pages: int) -> bool:
+        if not self._has_room(self.pools.num_slots, num_pages):
+            return False
+        self.pools.grow_pages(num_pages)
+        return True
+
+    def _has_room(self, num_slots: int, num_pages: int) -> bool:
+        """Whether the memory holds pools of these sizes; an allocation alone would not tell."""
+        if self.free_bytes is None:
+            return True
+        return self.pools.growth_bytes(num_slots, num_pages) <= _SHARE * self.free_bytes()

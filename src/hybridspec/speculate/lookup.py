@@ -9,10 +9,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from hybridspec.ops.verify_plan import Step
-from hybridspec.speculate.choose import ChoiceRule
 from hybridspec.speculate.draft import Draft
 
 __all__ = ["LookupDrafter", "look_up"]
@@ -25,18 +21,11 @@ _MAX_AGREEMENT = 16
 class LookupDrafter:
     """Drafts from the request's own tokens."""
 
-    def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
-        """Do nothing: the tokens come with `propose`."""
-        return hidden
-
     def propose(
         self,
-        last_hidden: Tensor,
         slots: Sequence[int],
-        starts: Sequence[int],
-        num_drafts: Sequence[int],
-        rules: Sequence[ChoiceRule],
         histories: Sequence[array[int]],
+        num_drafts: Sequence[int],
         *,
         has_confidences: bool,
     ) -> list[Draft]:
@@ -46,7 +35,7 @@ class LookupDrafter:
         """
         drafts = []
         for history, count in zip(histories, num_drafts, strict=True):
-            tokens, agreement = look_up(history, count) if count > 0 else ([], 0)
+            tokens, agreement = look_up(history, count)
             confidences = [agreement / (agreement + 1)] * len(tokens) if has_confidences else []
             drafts.append(Draft(tokens, confidences))
         return drafts

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.norm_cases import GATE_CASES, expected_gates, make_gates
-from helpers.triton_process import run_interpreted, run_with_compiler
+from helpers.triton_process import run_with_compiler
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops.activations import sigmoid_gate, swiglu
 
@@ -74,10 +74,6 @@ def test_opcheck() -> None:
     _, y, gate = make_gates(GATE_CASES["odd"], F32)
     op = torch.ops.hybridspec.gated.default
     torch.library.opcheck(op, (y, gate, True, torch.empty(5, 33), "auto"))
-
-
-def test_the_interpreted_kernel_equals_the_oracle() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted.py"))
 
 
 def test_compiled_kernels_spill_nothing() -> None:

@@ -33,6 +33,10 @@ MODES = [
 # K, V, rows of a request
 SHAPES = [(128, 128, 8), (128, 128, 16), (256, 256, 8), (96, 192, 8), (64, 64, 8)]
 
+STRIDED = {"q": 2, "k": 2, "v": 2, "gate": 2, "state": 3, "ring_k": 3, "ring_u": 3}
+STRIDED |= {"ring_decay": 2, "out": 2}
+VERIFY_STRIDES = {f"{name}_strides": ("i32",) * count for name, count in STRIDED.items()}
+
 
 def verify_variants(capability: int):
     """Yield constants, pointers and options of the verify kernel as `launch` would pick them."""
@@ -108,7 +112,7 @@ def small_variants():
 
 def reports(capability: int):
     """Compile everything for one capability."""
-    named = {"is_fold_ptr": "*i8", "scale": "fp32", "beta_scale": "fp32"}
+    named = {"is_fold_ptr": "*i8", "scale": "fp32", "beta_scale": "fp32", **VERIFY_STRIDES}
     for constants, pointers, options in verify_variants(capability):
         types = {name: f"*{NAMES[dtype]}" for name, dtype in pointers.items()}
         yield compiled(triton_verify.verify_kernel, constants, named | types, capability, options)

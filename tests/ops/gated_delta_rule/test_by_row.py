@@ -1,8 +1,6 @@
-"""Verify with cursors of batch rows: equal to the slot-keyed op, as an operator, interpreted."""
+"""Verify with cursors of batch rows: equal to the slot-keyed op, and as an operator."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,15 +8,10 @@ import torch
 from helpers.gdn_cases import offsets
 from helpers.gdn_row_calls import RowCall
 from helpers.tolerances import assert_same
-from helpers.triton_process import run_interpreted
 from hybridspec.ops import gated_delta_rule
 from hybridspec.ops.ring import restart_windows
 
 OPS = torch.ops.hybridspec
-
-
-def test_interpreted_kernels_equal_the_reference() -> None:
-    run_interpreted(Path(__file__).resolve().parent / "interpreted_by_row.py")
 
 
 @pytest.mark.gpu
@@ -31,6 +24,12 @@ def test_compiled_kernels_equal_the_reference(num_tokens: int, capacity: int) ->
         call.compare("triton", has_output, fold_threshold=threshold)
     call.slots, call.ring_start = None, None
     call.compare("triton", False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_parameters_of_sixteen_bits(dtype: torch.dtype) -> None:
+    RowCall(2, 32).check_widening("reference", dtype, torch.float32)
+    RowCall(2, 32).check_widening("reference", torch.float32, dtype)
 
 
 @pytest.mark.parametrize("threshold", [None, 1, 6, 14])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from helpers.gdn_cases import Case, Dtypes, VerifyCall, assert_same_bits
 from helpers.gdn_kernel_cases import CUDA_CASES, CUDA_MODES, LARGE, NARROW
 from helpers.gdn_row_calls import RowCall
 from helpers.guarded import at_the_end_of_memory
+from hybridspec.compat.flashinfer import gated_delta_rule_mtp_ucache_flush
 from hybridspec.errors import UnsupportedError
+from hybridspec.ops._nvrtc import SOURCES
 from hybridspec.ops.gated_delta_rule import choice, launch_cuda
 from hybridspec.ops.gated_delta_rule.int8_state import quantise
 from hybridspec.ops.gated_delta_rule.launch_cuda import CudaConfig
@@ -95,6 +98,45 @@ def test_fused_projections() -> None:
     fused = [part.view(like.shape) for part, like in zip(parts, usual, strict=False)]
     call.inputs = lambda: [*fused, *gates]
     assert_same_bits(call.run("cuda"), separate)
+
+
+def test_params_are_those_of_the_kernel() -> None:
+    header = (SOURCES / "gated_delta_rule" / "verify_layout.cuh").read_text()
+    body = re.sub("//.*", "", re.search(r"struct Params \{(.*?)\n\};", header, re.DOTALL)[1])
+    names = re.findall(r"(\w+)[,;]", body)
+    assert names == [name for name, _ in launch_cuda.Params._fields_]
+
+
+@pytest.mark.parametrize("A_log", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("dt_bias", [F32, BF16, F16], ids=str)
+def test_parameters_of_any_dtype(A_log: torch.dtype, dt_bias: torch.dtype) -> None:
+    RowCall(3, 32, head_dim=128, dtype=BF16).check_widening("cuda", A_log, dt_bias)
+    call = VerifyCall(Case("narrow", (3,), (14,), geometry=NARROW, dtypes=CUDA_MODES[1]))
+    tokens = call.tokens
+    call.tokens = replace(tokens, A_log=tokens.A_log.to(A_log), dt_bias=tokens.dt_bias.to(dt_bias))
+    call.check("cuda", F16)
+
+
+def test_parameters_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's callers pass 16 bits: a cast of each would be two launches more a call."""
+    passed = []
+
+    class Kernel:
+        def launch(self, num_blocks: int, params: launch_cuda.Params) -> None:
+            passed.append((params.A_log, params.dt_bias))
+
+    monkeypatch.setattr(launch_cuda, "load_kernel", lambda *build: Kernel())
+    monkeypatch.setattr(choice, "_ON_CPU", {"cuda": launch_cuda.explain_tensors})
+    call = RowCall(4, 32, head_dim=128, dtype=BF16)
+    A_log, dt_bias = call.A_log.bfloat16(), call.dt_bias.bfloat16()
+    gated_delta_rule_mtp_ucache_flush(
+        A_log, call.rows[3], dt_bias, q=call.rows[0], k=call.rows[1], v=call.rows[2],
+        b=call.rows[4], initial_state_source=call.pools.state, k_cache=call.pools.ring.k,
+        u_cache=call.pools.ring.u, g_cache=call.pools.ring.cum_log_decay,
+        hist_len=call.history_len.clamp(max=12), initial_state_indices=call.slots,
+        cache_base=call.ring_start, restart_hist_on_flush=False,
+    )  # fmt: skip
+    assert passed == [(A_log.data_ptr(), dt_bias.data_ptr())]
 
 
 def test_fp64_parameters() -> None:

@@ -13,7 +13,7 @@ from helpers.gdn_cases import Dtypes, Geometry, assert_same_bits, offsets
 from helpers.gdn_oracle import recurrence
 from helpers.gdn_prompts import Prompts
 from helpers.tolerances import assert_close, assert_same
-from helpers.triton_process import run_interpreted, run_with_compiler
+from helpers.triton_process import run_with_compiler
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops import gated_delta_rule
 
@@ -137,10 +137,6 @@ def test_live_rows_must_be_folded_first() -> None:
         prompts.run()
     for actual, old in zip(prompts.pools.tensors(), before, strict=True):
         assert_same_bits(actual, old)
-
-
-def test_the_interpreted_kernels_around_the_library_equal_the_oracle() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_prefill.py"))
 
 
 def test_the_compiled_kernels_around_the_library_spill_nothing() -> None:

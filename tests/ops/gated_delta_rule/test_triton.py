@@ -1,4 +1,4 @@
-"""The kernels without a GPU: interpreted against the oracle, and compiled for three targets."""
+"""The kernels without a GPU: compiled for three targets."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from helpers.triton_process import run_interpreted, run_with_compiler
+from helpers.triton_process import run_with_compiler
 
 HERE = Path(__file__).resolve().parent
 # Of one program; 4 fit a multiprocessor of the smallest target.
 MOST_SHARED_BYTES = 40_000
-
-
-def test_interpreted_kernels_equal_the_oracle() -> None:
-    run_interpreted(HERE / "interpreted.py")
 
 
 @pytest.mark.parametrize(

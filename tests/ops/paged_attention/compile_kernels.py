@@ -37,6 +37,8 @@ def variants(capability: int):
         floats = ("q_ptr", "k_ptr", "v_ptr", "k_pages_ptr", "v_pages_ptr", "out_ptr")
         types = dict.fromkeys(floats, f"*{NAMES[dtype]}")
         types |= {"parts_ptr": "*fp32", "sums_ptr": "*fp32", "scale_log2": "fp32"}
+        types |= dict.fromkeys(("q_strides", "k_strides", "v_strides", "out_strides"), ("i32",) * 2)
+        types |= {"pages_strides": ("i32",) * 3}
         for kernel, constants, num_warps in (
             (triton_verify.split_kernel, sizes.split | {"ALIGNMENT": 16}, config.num_warps),
             (triton_verify.finish_kernel, sizes.finish, launch.FINISH_WARPS),

@@ -18,7 +18,6 @@ from helpers.attention_cases import (
     make_attention_batch,
 )
 from helpers.fake_fa3 import FakeFa3, fa3_build
-from helpers.triton_process import run_interpreted
 from hybridspec.ops.paged_attention import fa3
 from hybridspec.ops.verify_plan import Step, build_params, copy_page_table
 
@@ -268,7 +267,3 @@ def test_a_build_with_pages_is_taken_for_pages(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(fa3, "_BUILDS", builds)
     assert fa3.installed_build(False).name == first.name == "fa3_fwd_interface"
     assert fa3.installed_build(True).name == "flash_attn_interface"
-
-
-def test_the_interpreted_append_equals_its_oracle() -> None:
-    run_interpreted(Path(__file__).with_name("interpreted_append.py"))

@@ -1,4 +1,4 @@
-"""The kernels without a GPU: interpreted against the loop, compiled, and what they refuse."""
+"""The kernels without a GPU: compiled, and what they refuse."""
 
 from __future__ import annotations
 
@@ -9,20 +9,12 @@ import pytest
 import torch
 
 from helpers.attention_cases import make_attention_batch
-from helpers.triton_process import run_interpreted, run_with_compiler
+from helpers.triton_process import run_with_compiler
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops import paged_attention
 from hybridspec.ops._checks import row_alignment
 
 HERE = Path(__file__).resolve().parent
-
-
-def test_interpreted_kernels_equal_the_loop() -> None:
-    run_interpreted(HERE / "interpreted.py")
-
-
-def test_the_interpreted_kernel_of_prompts_equals_the_loop() -> None:
-    run_interpreted(HERE / "interpreted_prefill.py")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The kernels without a GPU: interpreted against the reference, and compiled for three targets."""
+"""The kernels without a GPU: compiled for three targets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.triton_process import run_interpreted, run_with_compiler
+from helpers.triton_process import run_with_compiler
 
 HERE = Path(__file__).resolve().parent
-
-
-def test_interpreted_kernels_equal_the_reference() -> None:
-    run_interpreted(HERE / "interpreted.py")
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ __all__ = ["prefill", "verify"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
-_prefill_backends = triton_or_reference(launch.explain_prefill)
-_verify_backends = triton_or_reference(launch.explain_verify)
+prefill_backends = triton_or_reference(launch.explain_prefill)
+verify_backends = triton_or_reference(launch.explain_verify)
 _ARGUMENTS = (
     "(Tensor x, Tensor weight, Tensor(a!) conv_ring, Tensor seq_len, Tensor cu_seqlens, "
     "Tensor slots, int max_rows, Tensor? bias, str? activation, Tensor(b!) out, str backend)"
@@ -228,7 +228,7 @@ def _check_capacity(conv_ring: Tensor, weight: Tensor, max_rows: int) -> None:
 def _verify(x: Tensor, weight: Tensor, conv_ring: Tensor, *args) -> None:
     *rest, backend = args
     name, tensors = "causal_conv1d.verify", (x, weight, conv_ring)
-    if choose_backend(name, backend, _verify_backends(x), *tensors, rest[-1], rest[3]) == "triton":
+    if choose_backend(name, backend, verify_backends(x), *tensors, rest[-1], rest[3]) == "triton":
         launch.verify(*tensors, *rest)
     else:
         reference.verify(*tensors, *rest)
@@ -237,7 +237,7 @@ def _verify(x: Tensor, weight: Tensor, conv_ring: Tensor, *args) -> None:
 def _prefill(x: Tensor, weight: Tensor, conv_ring: Tensor, *args) -> None:
     *rest, backend = args
     name, tensors = "causal_conv1d.prefill", (x, weight, conv_ring)
-    if choose_backend(name, backend, _prefill_backends(x), *tensors, rest[-1], rest[3]) == "triton":
+    if choose_backend(name, backend, prefill_backends(x), *tensors, rest[-1], rest[3]) == "triton":
         launch.prefill(*tensors, *rest)
     else:
         reference.prefill(*tensors, *rest)

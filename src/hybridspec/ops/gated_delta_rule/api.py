@@ -65,8 +65,8 @@ def prefill(
         v: values, [N, HV, V], HV a multiple of H, bf16, fp16, fp32 or fp64; last stride 1; in.
         a: decay inputs, [N, HV], any of these dtypes; last stride 1; in.
         b: write strength inputs, [N, HV], any of these dtypes; last stride 1; in.
-        A_log: [HV], fp32 or fp64; in.
-        dt_bias: [HV], fp32 or fp64; in.
+        A_log: [HV], any of these dtypes; in.
+        dt_bias: [HV], any of these dtypes; in.
         state: checkpoints, [S, HV, V, K], any of these dtypes or int8; last stride 1; in-out.
         ring: ring of the layer; its slots must have no live rows; in.
         cu_seqlens: row bounds of the requests, [B+1], int32; contiguous; in.
@@ -153,8 +153,8 @@ def verify(
         v: values, [N, HV, V], HV a multiple of H, bf16, fp16, fp32 or fp64; last stride 1; in.
         a: decay inputs, [N, HV], any of these dtypes; last stride 1; in.
         b: write strength inputs, [N, HV], any of these dtypes; last stride 1; in.
-        A_log: [HV], fp32 or fp64; in.
-        dt_bias: [HV], fp32 or fp64; in.
+        A_log: [HV], any of these dtypes; in.
+        dt_bias: [HV], any of these dtypes; in.
         state: checkpoints, [S, HV, V, K], any of these dtypes or int8; last stride 1; in-out.
         ring: ring of the layer: rows in-out, cursors in.
         cu_seqlens: row bounds of the requests, [B+1], int32; contiguous; in.

@@ -52,8 +52,8 @@ def check_rows(
         and k.dtype == dtype
         and a.dtype in FLOATS
         and b.dtype in FLOATS
-        and A_log.dtype in WIDE
-        and dt_bias.dtype in WIDE
+        and A_log.dtype in FLOATS
+        and dt_bias.dtype in FLOATS
         and cu_seqlens.dtype == torch.int32
         and slots.dtype == torch.int32
         and (out is None or out.dtype in FLOATS)
@@ -62,10 +62,8 @@ def check_rows(
         check_dtype("v", v, *FLOATS)
         for name, tensor in (("q", q), ("k", k)):
             check_dtype(name, tensor, dtype)
-        for name, tensor in (("a", a), ("b", b)):
+        for name, tensor in (("a", a), ("b", b), ("A_log", A_log), ("dt_bias", dt_bias)):
             check_dtype(name, tensor, *FLOATS)
-        for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
-            check_dtype(name, tensor, *WIDE)
         for name, tensor in (("cu_seqlens", cu_seqlens), ("slots", slots)):
             check_dtype(name, tensor, torch.int32)
         if out is not None:

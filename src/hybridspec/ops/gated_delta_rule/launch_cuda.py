@@ -12,6 +12,7 @@ from hybridspec.errors import UnsupportedError
 from hybridspec.ops._checks import dtype_name, row_alignment
 from hybridspec.ops._nvrtc import explain_compiler, load_kernel
 from hybridspec.ops._triton_support import capability
+from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.gated_delta_rule.launch import RowCursors
 from hybridspec.ops.ring.view import RingView
 
@@ -19,11 +20,12 @@ __all__ = ["CudaConfig", "Params", "choose_config", "explain_tensors", "explain_
 
 SOURCE = "gated_delta_rule/verify.cu"
 _TARGETS = ((9, 0),)  # where it was measured against the portable kernel
-_NEVER = 2**31 - 1  # as fold_threshold; NEVER in the kernel
+_NEVER = 2**31 - 1  # as fold_threshold
 _MAX_TOKENS = 8
 _MAX_WINDOW = 16
-_STAGED_BYTES = 48  # of shared memory for each value row; STAGED_BYTES / 32 in the kernel
+_STAGED_BYTES = 48  # of shared memory for each value row, beside the row
 _ACTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+_TYPES = _ACTS | {torch.float32: "Fp32"}
 _POINTERS = (
     "q", "k", "v", "a", "b", "A_log", "dt_bias", "state", "state_scale", "ring_k", "ring_u",
     "ring_decay", "out", "ring_start", "history_len", "cu_seqlens", "slots", "is_fold",
@@ -42,7 +44,7 @@ _INTEGERS = (
 
 
 class Params(ctypes.Structure):
-    """The struct of the same name in verify.cu."""
+    """The struct of the same name in verify_layout.cuh."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -158,24 +160,45 @@ def explain_tensors(
 
 
 def _defines(
-    k: Tensor, a: Tensor, state: Tensor, most_tokens: int, config: CudaConfig
-) -> dict[str, object]:
-    """Macros of verify.cu for the tensors of a call."""
+    k: Tensor, a: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor, most_tokens: int,
+    config: CudaConfig, warp_bytes: int,
+) -> dict[str, object]:  # fmt: skip
+    """Macros of the kernel for the tensors of a call: what it does not take from `Params`."""
     return {
         "ACT": _ACTS[k.dtype],
         "STATE_BITS": 8 * state.itemsize,
-        "GATE_BITS": 8 * a.itemsize,
+        "GATE": _TYPES[a.dtype],
+        "A_LOG": _TYPES[A_log.dtype],
+        "DT_BIAS": _TYPES[dt_bias.dtype],
         "HEADS": k.shape[1],
         "VALUE_HEADS": state.shape[1],
         "KEY_DIM": state.shape[3],
         "VALUE_DIM": state.shape[2],
         "STATE_STRIDE": state.stride(2) * state.itemsize,
+        "SCALE_GROUP": GROUP_SIZE,
         "MOST_TOKENS": most_tokens,
+        "MOST_WINDOW": _MAX_WINDOW,
+        "NEVER": _NEVER,
         "SPLITS": config.splits,
         "WARPS": config.warps,
+        "SHARED_BYTES": warp_bytes,
         "BLOCKS_PER_MULTIPROCESSOR": config.blocks,
         "EVICT_FIRST": int(config.evict_first),
     }
+
+
+def _warp_bytes(state: Tensor, config: CudaConfig) -> int:
+    """Bytes that a warp keeps in shared memory: its state rows, their factors, u and v."""
+    value_dim, key_dim = state.shape[2:]
+    row_bytes = key_dim * state.itemsize + _STAGED_BYTES
+    if state.dtype == torch.int8:
+        row_bytes += key_dim // GROUP_SIZE * SCALE_DTYPE.itemsize
+    return value_dim // config.splits * row_bytes
+
+
+def _readable(parameter: Tensor) -> Tensor:
+    """Return A_log or dt_bias as the kernel reads it: as it is, if it has at most 32 bits."""
+    return parameter if parameter.dtype in _TYPES else parameter.float()
 
 
 def verify(
@@ -208,7 +231,7 @@ def verify(
         return
     if state_scale is not None:
         _check_scale(state_scale)
-    A_log, dt_bias = A_log.float(), dt_bias.float()
+    A_log, dt_bias = _readable(A_log), _readable(dt_bias)
     num_heads = num_requests * state.shape[1]
     config = choose_config(num_heads, state.shape[2], state.dtype)
     params = Params(
@@ -230,14 +253,12 @@ def verify(
     )  # fmt: skip
     most_tokens = 4 if max_verify_tokens <= 4 else _MAX_TOKENS
     threads, num_warps = 32 * config.warps, num_heads * config.splits
-    row_bytes = state.shape[3] * state.itemsize
-    if state_scale is not None:
-        row_bytes += 2 * state_scale.shape[3]
-    shared_bytes = config.warps * state.shape[2] // config.splits * (row_bytes + _STAGED_BYTES)
+    warp_bytes = _warp_bytes(state, config)
+    defines = _defines(k, a, A_log, dt_bias, state, most_tokens, config, warp_bytes)
     with torch.cuda.device_of(q):
         kernel = load_kernel(
-            SOURCE, "verify", tuple(_defines(k, a, state, most_tokens, config).items()), threads,
-            shared_bytes, q.device.index,
+            SOURCE, "verify", tuple(defines.items()), threads, config.warps * warp_bytes,
+            q.device.index,
         )  # fmt: skip
         kernel.launch(-(-num_warps // config.warps), params)
 

@@ -23,12 +23,22 @@ def softplus(x):
 
 
 @triton.jit
-def gates(a, b, A_log, dt_bias, beta_scale, is_live):
-    """Cumulative log-decay c_t and write strength beta_t of [2, T] tokens (twice the same row)."""
+def load_gates(a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, strides, num_tokens, TOKENS: tl.constexpr):
+    """a, b of [2, T] tokens (twice the same row), A_log and dt_bias in fp32."""
+    token = tl.arange(0, TOKENS)[None, :] + tl.zeros([2, 1], tl.int32)
+    a = tl.load(a_ptr + token * strides[0], mask=token < num_tokens, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + token * strides[1], mask=token < num_tokens, other=0.0).to(tl.float32)
+    return a, b, tl.load(A_log_ptr).to(tl.float32), tl.load(dt_bias_ptr).to(tl.float32)
+
+
+@triton.jit
+def gates(a, b, A_log, dt_bias, beta_scale, num_tokens):
+    """Cumulative log-decay c_t and write strength beta_t of rows k_1..k_T, q_1..q_T."""
+    is_live = (tl.arange(0, a.shape[1])[None, :] + tl.zeros([2, 1], tl.int32)) < num_tokens
     log_decay = -tl.exp(A_log) * softplus(a + dt_bias)
     decay = tl.cumsum(tl.where(is_live, log_decay, 0.0), axis=1)
     beta = tl.where(is_live, beta_scale * tl.sigmoid(b), 0.0)
-    return decay, beta
+    return tl.reshape(decay, [2 * a.shape[1]]), tl.reshape(beta, [2 * a.shape[1]])
 
 
 @triton.jit
@@ -43,11 +53,16 @@ def forward_substitution(coupling, rows, cols, num_tokens):
 
 
 @triton.jit
-def prefetch(ptrs):
-    """Bring the cache lines behind `ptrs` into L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], tl.int32, is_pure=False, pack=1
-    )
+def prefetch(ptr, first_row, row_stride, K: tl.constexpr, LINES: tl.constexpr):
+    """Bring that many cache lines, from a row on, into L2."""
+    if LINES > 0:
+        LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+        element = tl.arange(0, LINES) * LINE
+        ptrs = ptr + (first_row + element // K).to(tl.int64) * row_stride + element % K
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -57,186 +72,68 @@ def store_zero_rows(out_ptr, first, last, step, out_stride_n, v_offs, v_mask):
         tl.store(out_ptr + row * tl.cast(out_stride_n, tl.int64) + v_offs, zeros, mask=v_mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_requests"])
-def verify_kernel(
-    # inputs: q, k [N, H, K]; v [N, HV, V]; a, b [N, HV]; A_log, dt_bias [HV]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    a_ptr,
-    b_ptr,
-    A_log_ptr,
-    dt_bias_ptr,
-    # in-out: state [S, HV, V, K]; ring k [S, H, R, K], u [S, HV, R, V], cum_log_decay [S, HV, R]
-    state_ptr,
-    ring_k_ptr,
-    ring_u_ptr,
-    ring_decay_ptr,
-    # output [N, HV, V]
-    out_ptr,
-    # metadata: cursors [S] (BY_ROW: [B]); cu_seqlens [B + 1]; slots, is_fold [B]
-    # None: ring_start 0; T rows each; slot b; nobody folds, or windows of at least fold_threshold
-    ring_start_ptr,
-    history_len_ptr,
-    cu_seqlens_ptr,
-    slots_ptr,
-    is_fold_ptr,
-    fold_threshold,
-    rows_per_request,
-    num_rows,
-    num_requests,
-    scale,
-    beta_scale,
-    q_stride_n,
-    q_stride_h,
-    k_stride_n,
-    k_stride_h,
-    v_stride_n,
-    v_stride_h,
-    a_stride_n,
-    b_stride_n,
-    state_stride_s,
-    state_stride_h,
-    state_stride_v,
-    ring_k_stride_s,
-    ring_k_stride_h,
-    ring_k_stride_r,
-    ring_u_stride_s,
-    ring_u_stride_h,
-    ring_u_stride_r,
-    ring_decay_stride_s,
-    ring_decay_stride_h,
-    out_stride_n,
-    out_stride_h,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    RING: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    ACT_OPERAND: tl.constexpr,
-    STATE_OPERAND: tl.constexpr,
-    RING_OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    USE_L2NORM: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    ZERO_PADDING: tl.constexpr,
-):
-    pid = tl.program_id(0)
-    split = pid % SPLITS
-    hv = pid // SPLITS % HV
-    request = pid // (SPLITS * HV)
-    h = hv // (HV // H)
-    TILES: tl.constexpr = V // (BLOCK_V * SPLITS)
-    # A tile of 32 bits is read again (from L2) where it folds: kept, it would be laid out in shared
-    # memory for two uses, with bank conflicts in both.
-    IS_TF32: tl.constexpr = (
-        state_ptr.dtype.element_ty.primitive_bitwidth == 32 and PRECISION == "tf32"
-    )
-    KEEP_STATE: tl.constexpr = not IS_TF32
-    tl.static_assert(K % BLOCK_K == 0 and V % (BLOCK_V * SPLITS) == 0)
+@triton.jit
+def load_columns(rows, mask, BLOCK_K: tl.constexpr, PARTS: tl.constexpr):
+    """Rows in PARTS pieces of BLOCK_K columns, zero where masked."""
+    pieces = ()
+    for i in tl.static_range(PARTS):
+        ptrs = rows[:, None] + (i * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+        pieces += (tl.load(ptrs, mask=mask[:, None], other=0.0),)
+    return pieces
 
-    out_ptr += hv.to(tl.int64) * out_stride_h
-    split_offs = split * (TILES * BLOCK_V) + tl.arange(0, BLOCK_OUT)
-    split_mask = split_offs < tl.minimum(V, (split + 1) * (TILES * BLOCK_V))
+
+@triton.jit
+def rows_of(cu_seqlens_ptr, request, rows_per_request):
+    """First row of a request, and how many it has."""
     if cu_seqlens_ptr is None:
-        first = request.to(tl.int64) * rows_per_request
-        num_tokens = rows_per_request
+        return request.to(tl.int64) * rows_per_request, rows_per_request
     else:
         first = tl.load(cu_seqlens_ptr + request).to(tl.int64)
-        num_tokens = (tl.load(cu_seqlens_ptr + request + 1) - first).to(tl.int32)
-        rows_end = tl.load(cu_seqlens_ptr + num_requests).to(tl.int32) + request
-        store_zero_rows(
-            out_ptr, rows_end, num_rows, num_requests, out_stride_n, split_offs, split_mask
-        )
-    slot = request.to(tl.int64)
-    if slots_ptr is not None:
-        slot = tl.load(slots_ptr + request).to(tl.int64)
-    out_ptr += first * out_stride_n
-    if slot < 0:
-        if ZERO_PADDING:
-            store_zero_rows(out_ptr, 0, num_tokens, 1, out_stride_n, split_offs, split_mask)
-        return
-    if num_tokens <= 0:
-        return
+        return first, (tl.load(cu_seqlens_ptr + request + 1) - first).to(tl.int32)
 
-    rows = tl.arange(0, 2 * TOKENS)
-    row_token = rows % TOKENS
-    row_is_q = rows >= TOKENS
-    row_live = row_token < num_tokens
-    k_rows = row_live & (rows < TOKENS)
-    q_rows = row_live & row_is_q
-    gate_token = tl.arange(0, TOKENS)[None, :] + tl.zeros([2, 1], tl.int32)
-    gate_live = gate_token < num_tokens
-    window = tl.arange(0, WINDOW)
-    k_offs = tl.arange(0, BLOCK_K)
-    a_ptr += first * a_stride_n + hv
-    b_ptr += first * b_stride_n + hv
-    k_ptr += first * k_stride_n + h.to(tl.int64) * k_stride_h
-    q_ptr += first * q_stride_n + h.to(tl.int64) * q_stride_h
-    v_ptr += first * v_stride_n + hv.to(tl.int64) * v_stride_h
-    ring_k_ptr += slot * ring_k_stride_s + h.to(tl.int64) * ring_k_stride_h
-    ring_u_ptr += slot * ring_u_stride_s + hv.to(tl.int64) * ring_u_stride_h
-    ring_decay_ptr += slot * ring_decay_stride_s + hv.to(tl.int64) * ring_decay_stride_h
-    state_ptr += slot * state_stride_s + hv.to(tl.int64) * state_stride_h
 
-    # Everything that the small system waits for is asked for before any of it is used.
-    cursor = request.to(tl.int64) if BY_ROW else slot
-    ring_start = 0
-    if ring_start_ptr is not None:
-        ring_start = tl.load(ring_start_ptr + cursor).to(tl.int32)
-    history_len = tl.load(history_len_ptr + cursor).to(tl.int32)
-    k = ()
-    q = ()
-    k_hist = ()
-    for i in tl.static_range(K // BLOCK_K):
-        offs = (i * BLOCK_K + k_offs)[None, :]
-        k_part_ptrs = k_ptr + row_token[:, None] * k_stride_n + offs
-        q_part_ptrs = q_ptr + row_token[:, None] * q_stride_n + offs
-        k += (tl.load(k_part_ptrs, mask=k_rows[:, None], other=0.0),)
-        q += (tl.load(q_part_ptrs, mask=q_rows[:, None], other=0.0),)
-    window_live = window < history_len
-    window_rows = (ring_start + window) & (RING - 1)
-    append_rows = (ring_start + history_len + row_token) & (RING - 1)
-    for i in tl.static_range(K // BLOCK_K):
-        offs = window_rows[:, None] * ring_k_stride_r + (i * BLOCK_K + k_offs)[None, :]
-        k_hist += (tl.load(ring_k_ptr + offs, mask=window_live[:, None], other=0.0),)
-    decay_hist = tl.load(ring_decay_ptr + window_rows, mask=window_live, other=0.0)
-    last_row = (ring_start + history_len - 1) & (RING - 1)
-    decay_end = tl.load(ring_decay_ptr + last_row, mask=history_len > 0, other=0.0)
-    a = tl.load(a_ptr + gate_token * a_stride_n, mask=gate_live, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + gate_token * b_stride_n, mask=gate_live, other=0.0).to(tl.float32)
-    A_log = tl.load(A_log_ptr + hv).to(tl.float32)
-    dt_bias = tl.load(dt_bias_ptr + hv).to(tl.float32)
+@triton.jit
+def folds(is_fold_ptr, fold_threshold, request, history_len):
+    """Whether a request folds: as it is marked, else by the rows of its window."""
     is_fold = False
     if is_fold_ptr is not None:
         is_fold = tl.load(is_fold_ptr + request) != 0
     elif fold_threshold is not None:
         is_fold = history_len >= fold_threshold
-    if PREFETCH > 0:
-        LINE: tl.constexpr = 1024 // state_ptr.dtype.element_ty.primitive_bitwidth
-        element = tl.arange(0, PREFETCH) * LINE
-        row = split * (TILES * BLOCK_V) + element // K
-        prefetch(state_ptr + row.to(tl.int64) * state_stride_v + element % K)
+    return is_fold
 
-    decay, beta = gates(a, b, A_log, dt_bias, beta_scale, gate_live)
-    decay = tl.reshape(decay, [2 * TOKENS])
-    beta = tl.reshape(beta, [2 * TOKENS])
+
+@triton.jit
+def stack(k, q, is_q, OPERAND: tl.constexpr):
+    """Rows X = [k_1..k_T; q_1..q_T] from keys and queries loaded in rows of X each."""
     x = ()
+    for i in tl.static_range(len(k)):
+        x += (tl.where(is_q[:, None], q[i], k[i]).to(OPERAND),)
+    return x
+
+
+@triton.jit
+def load_or(ptr, index, default):
+    """A number of a tensor, or the default where there is no tensor."""
+    if ptr is None:
+        return default
+    else:
+        return tl.load(ptr + index)
+
+
+@triton.jit
+def solve(x, decay, beta, scale, num_tokens, PRECISION: tl.constexpr, USE_L2NORM: tl.constexpr):
+    """Solve the system of a step for rows X = [k_1..k_T; q_1..q_T].
+
+    Returns M, gamma (factors of columns of M that multiply the state) and factors of rows of X.
+    """
+    TOKENS: tl.constexpr = decay.shape[0] // 2
+    rows = tl.arange(0, 2 * TOKENS)
+    row_token, row_is_q = rows % TOKENS, rows >= TOKENS
+    r, c = rows[:, None], rows[None, :]
     gram = tl.zeros([2 * TOKENS, 2 * TOKENS], tl.float32)
-    for i in tl.static_range(K // BLOCK_K):
-        x_part = tl.where(row_is_q[:, None], q[i], k[i]).to(ACT_OPERAND)
-        gram = tl.dot(x_part, tl.trans(x_part), gram, input_precision=PRECISION)
-        x += (x_part,)
-    r = rows[:, None]
-    c = rows[None, :]
+    for i in tl.static_range(len(x)):
+        gram = tl.dot(x[i], tl.trans(x[i]), gram, input_precision=PRECISION)
     row_factor = tl.where(row_is_q, 1.0, -beta)
     row_norm = tl.where(row_is_q, scale, 1.0)
     col_norm = row_norm
@@ -248,79 +145,186 @@ def verify_kernel(
     coupling = gram * tl.exp(decay[:, None] - decay[None, :])
     coupling *= (row_factor * row_norm)[:, None] * col_norm[None, :]
     inverse = forward_substitution(tl.where(before, coupling, 0.0), r, c, num_tokens)
+    return inverse, row_factor * col_norm * tl.exp(decay), row_norm
 
-    gamma = row_factor * col_norm * tl.exp(decay)
-    x_coeff = (inverse * gamma[None, :]).to(ACT_OPERAND)
-    z = tl.zeros([2 * TOKENS, WINDOW], tl.float32)
+
+@triton.jit
+def multiply_rows(
+    coeff,
+    x,
+    k_hist,
+    STATE_OPERAND: tl.constexpr,
+    RING_OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Left factors of the state, M gamma X, live keys, and products of the two."""
+    z = tl.zeros([coeff.shape[0], k_hist[0].shape[0]], tl.float32)
+    window = tl.arange(0, k_hist[0].shape[0])
     x_solved = ()
     keys = ()
-    for i in tl.static_range(K // BLOCK_K):
-        x_part = tl.dot(x_coeff, x[i], input_precision=PRECISION)
+    for i in tl.static_range(len(x)):
+        x_part = tl.dot(coeff, x[i], input_precision=PRECISION)
         # An always true select: without it the operand's copy to shared memory, and with it the
         # wait for the load, is placed right behind the load.
         hist_part = tl.where(window[:, None] >= 0, k_hist[i], 0.0).to(RING_OPERAND)
         z = tl.dot(x_part.to(RING_OPERAND), tl.trans(hist_part), z, input_precision=PRECISION)
         x_solved += (x_part.to(STATE_OPERAND),)
         keys += (hist_part,)
+    return x_solved, keys, z
+
+
+@triton.jit
+def append_keys(row_ptrs, x, row_norm, mask, BLOCK_K: tl.constexpr):
+    """Store normalised keys in ring rows."""
+    for i in tl.static_range(len(x)):
+        k_part = (x[i].to(tl.float32) * row_norm[:, None]).to(row_ptrs.dtype.element_ty)
+        ptrs = row_ptrs[:, None] + (i * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+        tl.store(ptrs, k_part, mask=mask[:, None])
+
+
+@triton.jit
+def read_state(tile_ptr, offs, x, PARTS: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr):
+    """X S^T for a tile of value rows, and its pieces if they are to be kept for a fold."""
+    result = tl.zeros([x[0].shape[0], offs.shape[0]], tl.float32)
+    state = ()
+    for i in tl.static_range(PARTS):
+        part = tl.load(tile_ptr + i * offs.shape[1] + offs)
+        operand = tl.trans(part.to(x[i].dtype))
+        result = tl.dot(x[i], operand, result, input_precision=PRECISION)
+        if KEEP:
+            state += (part,)
+    return result, state
+
+
+@triton.jit
+def fold_tile(tile_ptr, offs, state, weighted_u, keys, window_decay, PRECISION: tl.constexpr):
+    """Store e^{G_P} S + (w u)^T k for a tile of value rows, read again if no piece was kept."""
+    for i in tl.static_range(len(keys)):
+        ptrs = tile_ptr + i * offs.shape[1] + offs
+        part = state[i] if len(state) > 0 else tl.load(ptrs)
+        folded = part.to(tl.float32) * window_decay
+        folded = tl.dot(tl.trans(weighted_u), keys[i], folded, input_precision=PRECISION)
+        tl.store(ptrs, folded.to(part.dtype))
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_requests"])
+def verify_kernel(
+    # inputs: q, k [N, H, K]; v [N, HV, V]; a, b [N, HV]; A_log, dt_bias [HV]
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr,
+    # in-out: state [S, HV, V, K]; ring k [S, H, R, K], u [S, HV, R, V], cum_log_decay [S, HV, R]
+    state_ptr, ring_k_ptr, ring_u_ptr, ring_decay_ptr,
+    # output [N, HV, V]
+    out_ptr,
+    # metadata: cursors [S] (BY_ROW: [B]); cu_seqlens [B + 1]; slots, is_fold [B]
+    # None: ring_start 0; T rows each; slot b; nobody folds, or windows of at least fold_threshold
+    ring_start_ptr, history_len_ptr, cu_seqlens_ptr, slots_ptr, is_fold_ptr,
+    fold_threshold, rows_per_request, num_rows, num_requests, scale, beta_scale,
+    # strides of all dimensions but the last, which are 1; gates: those of a and b
+    q_strides, k_strides, v_strides, gate_strides,
+    state_strides, ring_k_strides, ring_u_strides, ring_decay_strides, out_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    RING: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, ZERO_PADDING: tl.constexpr,
+    ACT_OPERAND: tl.constexpr, STATE_OPERAND: tl.constexpr, RING_OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, USE_L2NORM: tl.constexpr, BY_ROW: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    split, hv, request = pid % SPLITS, pid // SPLITS % HV, pid // (SPLITS * HV)
+    h, hv_offs = (hv // (HV // H)).to(tl.int64), hv.to(tl.int64)
+    TILES: tl.constexpr = V // (BLOCK_V * SPLITS)
+    PARTS: tl.constexpr = K // BLOCK_K
+    tl.static_assert(K % BLOCK_K == 0 and V % (BLOCK_V * SPLITS) == 0)
+
+    out_ptr += hv_offs * out_strides[1]
+    split_offs = split * (TILES * BLOCK_V) + tl.arange(0, BLOCK_OUT)
+    split_mask = split_offs < tl.minimum(V, (split + 1) * (TILES * BLOCK_V))
+    first, num_tokens = rows_of(cu_seqlens_ptr, request, rows_per_request)
+    if cu_seqlens_ptr is not None:
+        rows_end = tl.load(cu_seqlens_ptr + num_requests).to(tl.int32) + request
+        store_zero_rows(
+            out_ptr, rows_end, num_rows, num_requests, out_strides[0], split_offs, split_mask
+        )
+    slot = load_or(slots_ptr, request, request).to(tl.int64)
+    out_ptr += first * out_strides[0]
+    if slot < 0:
+        if ZERO_PADDING:
+            store_zero_rows(out_ptr, 0, num_tokens, 1, out_strides[0], split_offs, split_mask)
+        return
+    if num_tokens <= 0:
+        return
+
+    rows = tl.arange(0, 2 * TOKENS)
+    row_token, row_is_q = rows % TOKENS, rows >= TOKENS
+    k_rows = (row_token < num_tokens) & (rows < TOKENS)
+    q_rows = (row_token < num_tokens) & row_is_q
+    k_ptr += first * k_strides[0] + h * k_strides[1]
+    q_ptr += first * q_strides[0] + h * q_strides[1]
+    v_ptr += first * v_strides[0] + hv_offs * v_strides[1]
+    ring_k_ptr += slot * ring_k_strides[0] + h * ring_k_strides[1]
+    ring_u_ptr += slot * ring_u_strides[0] + hv_offs * ring_u_strides[1]
+    ring_decay_ptr += slot * ring_decay_strides[0] + hv_offs * ring_decay_strides[1]
+    state_ptr += slot * state_strides[0] + hv_offs * state_strides[1]
+
+    # Everything that the small system waits for is asked for before any of it is used.
+    cursor = request.to(tl.int64) if BY_ROW else slot
+    ring_start = load_or(ring_start_ptr, cursor, 0)
+    history_len = tl.load(history_len_ptr + cursor).to(tl.int32)
+    window_live = tl.arange(0, WINDOW) < history_len
+    window_rows = (ring_start + tl.arange(0, WINDOW)) & (RING - 1)
+    append_rows = (ring_start + history_len + row_token) & (RING - 1)
+    k = load_columns(k_ptr + row_token * k_strides[0], k_rows, BLOCK_K, PARTS)
+    q = load_columns(q_ptr + row_token * q_strides[0], q_rows, BLOCK_K, PARTS)
+    k_hist = load_columns(ring_k_ptr + window_rows * ring_k_strides[2], window_live, BLOCK_K, PARTS)
+    decay_hist = tl.load(ring_decay_ptr + window_rows, mask=window_live, other=0.0)
+    last_row = (ring_start + history_len - 1) & (RING - 1)
+    decay_end = tl.load(ring_decay_ptr + last_row, mask=history_len > 0, other=0.0)
+    a, b, A_log, dt_bias = load_gates(
+        a_ptr + first * gate_strides[0] + hv, b_ptr + first * gate_strides[1] + hv,
+        A_log_ptr + hv, dt_bias_ptr + hv, gate_strides, num_tokens, TOKENS,
+    )  # fmt: skip
+    is_fold = folds(is_fold_ptr, fold_threshold, request, history_len)
+    prefetch(state_ptr, split * (TILES * BLOCK_V), state_strides[2], K, PREFETCH)
+
+    decay, beta = gates(a, b, A_log, dt_bias, beta_scale, num_tokens)
+    x = stack(k, q, row_is_q, ACT_OPERAND)
+    inverse, gamma, row_norm = solve(x, decay, beta, scale, num_tokens, PRECISION, USE_L2NORM)
+    coeff = (inverse * gamma[None, :]).to(ACT_OPERAND)
+    x_solved, keys, z = multiply_rows(coeff, x, k_hist, STATE_OPERAND, RING_OPERAND, PRECISION)
     weight = tl.where(window_live, tl.exp(decay_end - decay_hist), 0.0)
     u_coeff = (z * weight[None, :]).to(RING_OPERAND)
-    v_coeff = tl.where(c < TOKENS, inverse * beta[None, :], 0.0).to(ACT_OPERAND)
+    v_coeff = tl.where(rows[None, :] < TOKENS, inverse * beta[None, :], 0.0).to(ACT_OPERAND)
     window_decay = tl.exp(decay_end)
     if split == 0:
         append_decay = decay + tl.where(is_fold, 0.0, decay_end)
         tl.store(ring_decay_ptr + append_rows, append_decay, mask=k_rows)
         if hv % (HV // H) == 0:  # one program per key head appends its rows
-            for i in tl.static_range(K // BLOCK_K):
-                k_part = x[i].to(tl.float32) * row_norm[:, None]
-                tl.store(
-                    ring_k_ptr
-                    + append_rows[:, None] * ring_k_stride_r
-                    + (i * BLOCK_K + k_offs)[None, :],
-                    k_part.to(ring_k_ptr.dtype.element_ty),
-                    mask=k_rows[:, None],
-                )
+            append_keys(ring_k_ptr + append_rows * ring_k_strides[2], x, row_norm, k_rows, BLOCK_K)
 
+    # A tile of 32 bits is read again (from L2) where it folds: kept, it would be laid out in shared
+    # memory for two uses, with bank conflicts in both.
+    IS_WIDE: tl.constexpr = state_ptr.dtype.element_ty.primitive_bitwidth == 32
+    KEEP_STATE: tl.constexpr = not (IS_WIDE and PRECISION == "tf32")
     v_offs = tl.arange(0, BLOCK_V)
-    new_offs = row_token[:, None] * v_stride_n + v_offs[None, :]
-    out_offs = row_token[:, None] * out_stride_n + v_offs[None, :]
-    hist_offs = window_rows[:, None] * ring_u_stride_r + v_offs[None, :]
-    append_offs = append_rows[:, None] * ring_u_stride_r + v_offs[None, :]
-    state_offs = v_offs[:, None] * state_stride_v + k_offs[None, :]
+    new_offs = row_token[:, None] * v_strides[0] + v_offs[None, :]
+    out_offs = row_token[:, None] * out_strides[0] + v_offs[None, :]
+    hist_offs = window_rows[:, None] * ring_u_strides[2] + v_offs[None, :]
+    append_offs = append_rows[:, None] * ring_u_strides[2] + v_offs[None, :]
+    state_offs = v_offs[:, None] * state_strides[2] + tl.arange(0, BLOCK_K)[None, :]
     for tile in tl.range(0, TILES, num_stages=STAGES):
         v_first = (split * TILES + tile) * BLOCK_V
-        tile_ptr = state_ptr + v_first.to(tl.int64) * state_stride_v
+        tile_ptr = state_ptr + v_first.to(tl.int64) * state_strides[2]
         u_hist = tl.load(ring_u_ptr + v_first + hist_offs, mask=window_live[:, None], other=0.0)
         v = tl.load(v_ptr + v_first + new_offs, mask=k_rows[:, None], other=0.0)
-        result = tl.zeros([2 * TOKENS, BLOCK_V], tl.float32)
-        state = ()
-        for i in tl.static_range(K // BLOCK_K):
-            state_part = tl.load(tile_ptr + i * BLOCK_K + state_offs)
-            result = tl.dot(
-                x_solved[i],
-                tl.trans(state_part.to(STATE_OPERAND)),
-                result,
-                input_precision=PRECISION,
-            )
-            if KEEP_STATE:
-                state += (state_part,)
+        result, state = read_state(tile_ptr, state_offs, x_solved, PARTS, KEEP_STATE, PRECISION)
         result *= window_decay
         result = tl.dot(u_coeff, u_hist.to(RING_OPERAND), result, input_precision=PRECISION)
         result = tl.dot(v_coeff, v.to(ACT_OPERAND), result, input_precision=PRECISION)
-
-        y = result.to(out_ptr.dtype.element_ty)
+        y, u = result.to(out_ptr.dtype.element_ty), result.to(ring_u_ptr.dtype.element_ty)
         tl.store(out_ptr + v_first + out_offs, y, mask=q_rows[:, None])
-        u = result.to(ring_u_ptr.dtype.element_ty)
         tl.store(ring_u_ptr + v_first + append_offs, u, mask=k_rows[:, None])
         if is_fold:
-            u_fold = tl.load(
-                ring_u_ptr + v_first + hist_offs, mask=window_live[:, None], other=0.0
-            ).to(tl.float32)
-            u_fold = (u_fold * weight[:, None]).to(RING_OPERAND)
-            for i in tl.static_range(K // BLOCK_K):
-                if KEEP_STATE:
-                    state_part = state[i]
-                else:
-                    state_part = tl.load(tile_ptr + i * BLOCK_K + state_offs)
-                folded = state_part.to(tl.float32) * window_decay
-                folded = tl.dot(tl.trans(u_fold), keys[i], folded, input_precision=PRECISION)
-                tl.store(tile_ptr + i * BLOCK_K + state_offs, folded.to(state_ptr.dtype.element_ty))
+            u_ptrs = ring_u_ptr + v_first + hist_offs
+            u_fold = tl.load(u_ptrs, mask=window_live[:, None], other=0.0).to(tl.float32)
+            weighted_u = (u_fold * weight[:, None]).to(RING_OPERAND)
+            fold_tile(tile_ptr, state_offs, state, weighted_u, keys, window_decay, PRECISION)

@@ -26,8 +26,8 @@
 constexpr int ROW_BYTES = State::ROW_BYTES, SCALE_BYTES = State::SCALE_BYTES;
 constexpr int ROW_CHUNKS = ROW_BYTES / 16;
 constexpr int STAGED_BYTES = 512 * 3;  // of a block: 16 bytes a lane for live rows g and g + 8 of u, and for v
-constexpr int SHARED_BYTES = PART * (ROW_BYTES + SCALE_BYTES) + BLOCKS * STAGED_BYTES;  // of a warp
 
+static_assert(SHARED_BYTES == PART * (ROW_BYTES + SCALE_BYTES) + BLOCKS * STAGED_BYTES, "what the launch reserves");
 static_assert(ROW_CHUNKS >= 8 && (ROW_CHUNKS & (ROW_CHUNKS - 1)) == 0, "chunks are exchanged within 8");
 
 // Copy 32 state rows, and their factors, to shared memory. Lines that are read once
@@ -76,12 +76,14 @@ struct Shared {
     }
 };
 
-DEVICE float load_gate(const void* from, uint64 index) {
-#if GATE_BITS == 32
+struct Fp32;
+template <class Type>
+DEVICE float load_number(const void* from, uint64 index) {
+    return Type::first(static_cast<const uint16*>(from)[index]);
+}
+template <>
+DEVICE float load_number<Fp32>(const void* from, uint64 index) {
     return static_cast<const float*>(from)[index];
-#else
-    return ACT::first(static_cast<const uint16*>(from)[index]);
-#endif
 }
 
 DEVICE void copy_block(const Shared& shared, const Pools& pools, int block, bool may_fold) {
@@ -132,9 +134,9 @@ DEVICE void ask(Asked& asked, Pools& pools, const Params& p, const Work& work, c
     for (int block = 0; block < BLOCKS; ++block)
         copy_values(shared.staged + block * STAGED_BYTES, window, ring_u + 32 * block, p.ring_u_stride_r, v + 32 * block);
     copy_async_commit();
-    asked.a = load_gate(p.a, offset(request.token, p.a_stride_n) + hv);
-    asked.b = load_gate(p.b, offset(request.token, p.b_stride_n) + hv);
-    asked.A_log = p.A_log[hv], asked.dt_bias = p.dt_bias[hv];
+    asked.a = load_number<GATE>(p.a, offset(request.token, p.a_stride_n) + hv);
+    asked.b = load_number<GATE>(p.b, offset(request.token, p.b_stride_n) + hv);
+    asked.A_log = load_number<A_LOG>(p.A_log, hv), asked.dt_bias = load_number<DT_BIAS>(p.dt_bias, hv);
     UNROLL
     for (int half = 0; half < 2; ++half)
         UNROLL

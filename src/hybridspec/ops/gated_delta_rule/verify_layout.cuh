@@ -11,27 +11,28 @@
 // row g are 8 (g / 2) + 2j + g % 2 of 32 for each j, and what comes out is transposed into register j of
 // a chunk.
 //
-// The launch defines: ACT (Bf16 or Fp16), STATE_BITS (16: as ACT, 32, 8), GATE_BITS (16: as ACT, or
-// 32), HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, STATE_STRIDE (bytes between state rows), MOST_TOKENS
-// (4 or 8), SPLITS, WARPS, BLOCKS_PER_MULTIPROCESSOR, EVICT_FIRST (whether states that are only
-// read leave the cache early).
+// The launch defines: ACT (Bf16 or Fp16), STATE_BITS (16: as ACT, 32, 8), GATE, A_LOG and DT_BIAS
+// (Bf16, Fp16 or Fp32), HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, STATE_STRIDE (bytes between state
+// rows), SCALE_GROUP (columns of a factor of an 8-bit state), MOST_TOKENS (4 or 8), MOST_WINDOW, NEVER
+// (a fold_threshold), SPLITS, WARPS, SHARED_BYTES (of a warp), BLOCKS_PER_MULTIPROCESSOR, EVICT_FIRST
+// (whether states that are only read leave the cache early).
 #pragma once
 
 #include "primitives.cuh"
 
 constexpr int TILES = MOST_TOKENS / 4;        // of rows of X
-constexpr int NEVER = 0x7fffffff;             // a fold_threshold
 constexpr int GROUPS = KEY_DIM / 32;          // of key columns
 constexpr int PART = VALUE_DIM / SPLITS;      // value rows of one warp
 constexpr int BLOCKS = PART / 32;             // of value rows
 constexpr int RATIO = VALUE_HEADS / HEADS;    // value heads of a key head
 
 static_assert(KEY_DIM % 32 == 0 && PART % 32 == 0, "rows are loaded 32 numbers at a time");
+static_assert(MOST_WINDOW == 16, "lanes hold two rows of the window");
 
 struct Params {
     const uint16 *q, *k, *v;          // [N, H, K], [N, H, K], [N, HV, V]
     const void *a, *b;                // [N, HV]
-    const float *A_log, *dt_bias;     // [HV]
+    const void *A_log, *dt_bias;      // [HV]
     uint8* state;                     // [S, HV, V, K]
     uint8* state_scale;               // [S, HV, V, K / 32] bf16, factors of an 8-bit state
     uint16 *ring_k, *ring_u;          // [S, H, R, K], [S, HV, R, V]

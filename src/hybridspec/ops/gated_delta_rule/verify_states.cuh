@@ -140,7 +140,7 @@ struct State32 : WideFormat<4> {
 struct State8 {
     static constexpr int ROW_BYTES = KEY_DIM, SCALE_BYTES = 2 * GROUPS, TOGETHER = GROUPS;
     static constexpr bool HAS_UNIT_ROWS = true;  // so that all of them are in the range of fp16
-    static_assert(GROUPS == 4, "a lane of four for each group");
+    static_assert(GROUPS == 4 && SCALE_GROUP == 32, "a lane of four for each group");
 
     DEVICE static uint32 exchange(uint32 row) { return row % 2 * 2 + row / 8 % 2 * 4; }
     DEVICE static uint8* place(const LaneRows& rows, uint32 row, uint32 group) {

@@ -1,4 +1,4 @@
-"""Small pointwise and row-wise functions that layers and ops share, in plain PyTorch."""
+"""Small pointwise functions that layers and ops share, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["gdn_gates", "l2_norm", "rms_norm", "widened"]
+__all__ = ["gdn_gates", "rms_norm", "widened"]
 
 
 def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -24,30 +24,6 @@ def rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, out: Te
     if gate is not None:
         y = y * F.silu(widened(gate, weight.dtype))
     out.copy_(y)
-
-
-def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Scale the last dimension to length one.
-
-    y = x / sqrt(sum(x^2) + eps)
-
-    Args:
-        x: [..., D], any float dtype; in.
-        eps: added to the sum of squares.
-
-    Returns:
-        [..., D] in the dtype of `x`.
-
-    Numerics:
-        fp32 (fp64 if `x` is), rounded once at the end.
-
-    Source:
-        The query and key norm of Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464),
-        section 3.4; eps sits under the root, as in the checkpoints' own modelling code.
-    """
-    wide = widened(x, _wide_dtype(x))
-    inverse = torch.linalg.vecdot(wide, wide).add_(eps).rsqrt_()
-    return widened(wide * inverse.unsqueeze(-1), x.dtype)
 
 
 def gdn_gates(

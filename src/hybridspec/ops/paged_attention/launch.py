@@ -232,13 +232,13 @@ def verify(
     scale_log2 = max(scale * _LOG2_E, _SMALLEST_SCALE)
     metadata = (page_table, seq_len, cu_seqlens, slots, num_requests)
     strides = (
-        *k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3],
-        *out.stride()[:2], *page_table.stride(),
+        k.stride()[:2], v.stride()[:2], k_pages.stride()[:3], out.stride()[:2],
+        *page_table.stride(),
     )  # fmt: skip
     with torch.cuda.device_of(q):
         split_kernel[(programs,)](
             q, k, v, k_pages, v_pages, out, parts, sums, cuts, *metadata, scale_log2,
-            *q.stride()[:2], *strides,
+            q.stride()[:2], *strides,
             **sizes.split,
             ALIGNMENT=row_alignment(k, v, k_pages, v_pages),
             num_warps=config.num_warps,

@@ -55,57 +55,83 @@ def _load_columns(rows, mask, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr):
     return pieces
 
 
+@triton.jit
+def _units_of(
+    cu_seqlens_ptr, slots_ptr, seq_len_ptr, num_requests, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROW_TILES: tl.constexpr, REQUESTS: tl.constexpr,
+):  # fmt: skip
+    """Where the units of each request end, counted over all requests of a lane with HEADS heads."""
+    requests = tl.arange(0, REQUESTS)
+    is_request = requests < num_requests
+    begins = tl.load(cu_seqlens_ptr + requests, mask=is_request, other=0).to(tl.int32)
+    ends = tl.load(cu_seqlens_ptr + 1 + requests, mask=is_request, other=0).to(tl.int32)
+    slots = tl.load(slots_ptr + requests, mask=is_request, other=-1).to(tl.int64)
+    is_live = (slots >= 0) & (ends > begins)
+    lengths = tl.load(seq_len_ptr + slots, mask=is_live, other=0).to(tl.int32) + ends - begins
+    blocks = tl.where(is_live, tl.cdiv(lengths, BLOCK_N), 0)
+    return tl.cumsum(blocks * (HEADS * _row_tiles(ends - begins, GROUP, BLOCK_M, ROW_TILES)), 0)
+
+
+@triton.jit
+def _add_block(acc, peak, total, q, k, v, keys, last_keys, is_ending, scale_log2):
+    """Add a block of keys to the sums of a tile; rows see keys up to `last_keys`."""
+    scores = tl.zeros([q[0].shape[0], k[0].shape[0]], tl.float32)
+    for c in tl.static_range(len(q)):
+        scores = tl.dot(q[c], tl.trans(k[c]), scores, input_precision="ieee")
+    if is_ending:
+        is_seen = keys[None, :] <= last_keys[:, None]
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores * scale_log2 - shift[:, None])
+    decay = tl.exp2(peak - shift)
+    total = total * decay + tl.sum(weights, 1)
+    weights = weights.to(v[0].dtype)
+    new_acc = ()
+    for c in tl.static_range(len(q)):
+        kept = acc[c] * decay[:, None]
+        new_acc = new_acc + (tl.dot(weights, v[c], kept, input_precision="ieee"),)
+    return new_acc, new_peak, total
+
+
+@triton.jit
+def _store_columns(rows, pieces, mask, COLUMNS: tl.constexpr):
+    """Store pieces of COLUMNS side by side in rows."""
+    for c in tl.static_range(len(pieces)):
+        ptrs = rows[:, None] + (c * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+        tl.store(ptrs, pieces[c], mask=mask[:, None])
+
+
+@triton.jit
+def _store_cut(cut_ptr, num_parts, first_program, first, num_tokens, tile):
+    """Note how a tile was cut, for whoever adds up its parts."""
+    tl.store(cut_ptr, num_parts)
+    tl.store(cut_ptr + 1, first_program)
+    tl.store(cut_ptr + 2, first.to(tl.int32))
+    tl.store(cut_ptr + 3, num_tokens)
+    tl.store(cut_ptr + 4, tile)
+
+
 @triton.jit(do_not_specialize=["num_requests", "page_table_stride_s"])
 def split_kernel(
     # inputs: q [N, Hq, D]; k, v [N, Hkv, D]; k_pages, v_pages [P, PAGE_SIZE, Hkv, D]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    k_pages_ptr,
-    v_pages_ptr,
+    q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr,
     # outputs: out [N, Hq, D]; of each program the tiles that it ends and begins for others:
     # parts [2, programs, BLOCK_M, D], sums [2, programs, 2, BLOCK_M] (peak, total),
     # cuts [2, programs, 8] (parts of the tile, program of the first, first row, rows, tile);
     # the parts of a tile but the first are those that LANES-th programs after the first end
-    out_ptr,
-    parts_ptr,
-    sums_ptr,
-    cuts_ptr,
+    out_ptr, parts_ptr, sums_ptr, cuts_ptr,
     # metadata: page_table [S, max_pages]; seq_len [S]; cu_seqlens [B + 1]; slots [B]
-    page_table_ptr,
-    seq_len_ptr,
-    cu_seqlens_ptr,
-    slots_ptr,
-    num_requests,
-    scale_log2,
-    q_stride_n,
-    q_stride_h,
-    k_stride_n,
-    k_stride_h,
-    v_stride_n,
-    v_stride_h,
-    pages_stride_p,
-    pages_stride_j,
-    pages_stride_h,
-    out_stride_n,
-    out_stride_h,
-    page_table_stride_s,
-    page_table_stride_p,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    LANES: tl.constexpr,
-    ROW_TILES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    page_table_ptr, seq_len_ptr, cu_seqlens_ptr, slots_ptr, num_requests, scale_log2,
+    # strides of all dimensions but the last, which are 1; pages: of k_pages and v_pages
+    q_strides, k_strides, v_strides, pages_strides, out_strides,
+    page_table_stride_s, page_table_stride_p,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr, LANES: tl.constexpr, ROW_TILES: tl.constexpr,
+    ALIGNMENT: tl.constexpr, REQUESTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
-):
+):  # fmt: skip
     """Attend over a share of the units of a lane, which has every LANES-th of HEADS key heads.
 
     GROUP query heads read a key head.
@@ -115,16 +141,10 @@ def split_kernel(
     pid = tl.program_id(0)
     lane, nth = pid % LANES, pid // LANES
     lane_programs: tl.constexpr = PROGRAMS // LANES
-    requests = tl.arange(0, REQUESTS)
-    is_request = requests < num_requests
-    begins = tl.load(cu_seqlens_ptr + requests, mask=is_request, other=0).to(tl.int32)
-    ends = tl.load(cu_seqlens_ptr + 1 + requests, mask=is_request, other=0).to(tl.int32)
-    slots = tl.load(slots_ptr + requests, mask=is_request, other=-1).to(tl.int64)
-    is_live = (slots >= 0) & (ends > begins)
-    lengths = tl.load(seq_len_ptr + slots, mask=is_live, other=0).to(tl.int32) + ends - begins
-    blocks = tl.where(is_live, tl.cdiv(lengths, BLOCK_N), 0)
-    tiles = (HEADS // LANES) * _row_tiles(ends - begins, GROUP, BLOCK_M, ROW_TILES)
-    unit_ends = tl.cumsum(blocks * tiles, 0)
+    unit_ends = _units_of(
+        cu_seqlens_ptr, slots_ptr, seq_len_ptr, num_requests, HEADS // LANES, GROUP, BLOCK_M,
+        BLOCK_N, ROW_TILES, REQUESTS,
+    )  # fmt: skip
     num_units = tl.max(unit_ends, 0)
     share, num_larger = num_units // lane_programs, num_units % lane_programs
     unit = nth * share + tl.minimum(nth, num_larger)
@@ -133,7 +153,6 @@ def split_kernel(
     tl.store(cuts_ptr + (PROGRAMS + pid) * 8, 0)
 
     CHUNKS: tl.constexpr = D // COLUMNS
-    columns = tl.arange(0, COLUMNS)
     while unit < last_unit:
         request = tl.sum((unit_ends <= unit).to(tl.int32), 0)
         begin = tl.max(tl.where(unit_ends <= unit, unit_ends, 0), 0)
@@ -149,19 +168,19 @@ def split_kernel(
         head = (tile // m_tiles * LANES + lane).to(tl.int64)
         table_ptr = page_table_ptr + slot * page_table_stride_s
         pages = _load_pages(table_ptr, page_table_stride_p, block, position, PAGE_SIZE, BLOCK_N)
-        page_places = pages * tl.cast(pages_stride_p, tl.int64)
+        page_places = pages * tl.cast(pages_strides[0], tl.int64)
         pages = _load_pages(table_ptr, page_table_stride_p, block + 1, position, PAGE_SIZE, BLOCK_N)
 
         m_offs = (tile % m_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
         tokens = m_offs // GROUP
         heads = head * GROUP + m_offs % GROUP
         m_mask = tokens < num_tokens
-        q_rows = q_ptr + (first + tokens) * q_stride_n + heads * q_stride_h
+        q_rows = q_ptr + (first + tokens) * q_strides[0] + heads * q_strides[1]
         q = _load_columns(q_rows, m_mask, COLUMNS, CHUNKS)
-        k_new_ptr = k_ptr + (first - position) * k_stride_n + head * k_stride_h
-        v_new_ptr = v_ptr + (first - position) * v_stride_n + head * v_stride_h
-        k_old_ptr = k_pages_ptr + head * pages_stride_h
-        v_old_ptr = v_pages_ptr + head * pages_stride_h
+        k_new_ptr = k_ptr + (first - position) * k_strides[0] + head * k_strides[1]
+        v_new_ptr = v_ptr + (first - position) * v_strides[0] + head * v_strides[1]
+        k_old_ptr = k_pages_ptr + head * pages_strides[2]
+        v_old_ptr = v_pages_ptr + head * pages_strides[2]
 
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -172,12 +191,10 @@ def split_kernel(
             keys = i * BLOCK_N + tl.arange(0, BLOCK_N)
             is_old = keys < position
             is_key = keys < position + num_tokens
-            places = (keys.to(tl.uint32) % PAGE_SIZE) * tl.cast(pages_stride_j, tl.int64)
+            places = (keys.to(tl.uint32) % PAGE_SIZE) * tl.cast(pages_strides[1], tl.int64)
             places += page_places
-            new_k, new_v = (
-                keys * tl.cast(k_stride_n, tl.int64),
-                keys * tl.cast(v_stride_n, tl.int64),
-            )
+            new_k = keys * tl.cast(k_strides[0], tl.int64)
+            new_v = keys * tl.cast(v_strides[0], tl.int64)
             k_rows = tl.where(is_old, k_old_ptr + places, k_new_ptr + new_k)
             v_rows = tl.where(is_old, v_old_ptr + places, v_new_ptr + new_v)
             k_rows = tl.multiple_of(k_rows, ALIGNMENT)  # which compilers forget at a selection
@@ -185,50 +202,32 @@ def split_kernel(
             k = _load_columns(k_rows, is_key, COLUMNS, CHUNKS)
             v = _load_columns(v_rows, is_key, COLUMNS, CHUNKS)
             # Numbers arrive two blocks before their keys are copied, so that no copy waits.
-            page_places = pages * tl.cast(pages_stride_p, tl.int64)
+            page_places = pages * tl.cast(pages_strides[0], tl.int64)
             pages = _load_pages(table_ptr, page_table_stride_p, i + 2, position, PAGE_SIZE, BLOCK_N)
 
-            scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for c in tl.static_range(CHUNKS):
-                scores = tl.dot(q[c], tl.trans(k[c]), scores, input_precision="ieee")
-            if (i + 1) * BLOCK_N > position:
-                is_seen = keys[None, :] <= position + tokens[:, None]
-                scores = tl.where(is_seen, scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
-            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weights = tl.exp2(scores * scale_log2 - shift[:, None])
-            decay = tl.exp2(peak - shift)
-            total = total * decay + tl.sum(weights, 1)
-            weights = weights.to(v_ptr.dtype.element_ty)
-            new_acc = ()
-            for c in tl.static_range(CHUNKS):
-                kept = acc[c] * decay[:, None]
-                new_acc = new_acc + (tl.dot(weights, v[c], kept, input_precision="ieee"),)
-            acc = new_acc
-            peak = new_peak
+            acc, peak, total = _add_block(
+                acc, peak, total, q, k, v, keys, position + tokens, (i + 1) * BLOCK_N > position,
+                scale_log2,
+            )  # fmt: skip
 
         if (block == 0) & (end_block == num_blocks):
-            out_rows = out_ptr + (first + tokens) * out_stride_n + heads * out_stride_h
+            y = ()
             for c in tl.static_range(CHUNKS):
-                y = (acc[c] / total[:, None]).to(out_ptr.dtype.element_ty)
-                ptrs = out_rows[:, None] + (c * COLUMNS + columns)[None, :]
-                tl.store(ptrs, y, mask=m_mask[:, None])
+                y = y + ((acc[c] / total[:, None]).to(out_ptr.dtype.element_ty),)
+            out_rows = out_ptr + (first + tokens) * out_strides[0] + heads * out_strides[1]
+            _store_columns(out_rows, y, m_mask, COLUMNS)
         else:
             place = (block == 0).to(tl.int32) * PROGRAMS + pid
             rows = place.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-            for c in tl.static_range(CHUNKS):
-                part_ptrs = parts_ptr + (rows * D)[:, None] + (c * COLUMNS + columns)[None, :]
-                tl.store(part_ptrs, acc[c], mask=m_mask[:, None])
+            _store_columns(parts_ptr + rows * D, acc, m_mask, COLUMNS)
             sums_rows = sums_ptr + place * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
             tl.store(sums_rows, peak)
             tl.store(sums_rows + BLOCK_M, total)
             start = _program_of(begin, share, num_larger)
             end = _program_of(begin + num_blocks - 1, share, num_larger)
-            tl.store(cuts_ptr + place * 8, end - start + 1)
-            tl.store(cuts_ptr + place * 8 + 1, start * LANES + lane)
-            tl.store(cuts_ptr + place * 8 + 2, first.to(tl.int32))
-            tl.store(cuts_ptr + place * 8 + 3, num_tokens)
-            tl.store(cuts_ptr + place * 8 + 4, head.to(tl.int32) * m_tiles + tile % m_tiles)
+            cut_tile, starter = head.to(tl.int32) * m_tiles + tile % m_tiles, start * LANES + lane
+            cut_ptr = cuts_ptr + place * 8
+            _store_cut(cut_ptr, end - start + 1, starter, first, num_tokens, cut_tile)
         unit = begin + end_block
 
 
@@ -296,50 +295,21 @@ def _add_up(
 @triton.jit(do_not_specialize=["num_requests", "num_rows", "page_table_stride_s"])
 def finish_kernel(
     # inputs: k, v [N, Hkv, D]; parts, sums and cuts as above
-    k_ptr,
-    v_ptr,
-    parts_ptr,
-    sums_ptr,
-    cuts_ptr,
+    k_ptr, v_ptr, parts_ptr, sums_ptr, cuts_ptr,
     # in-out: k_pages, v_pages [P, PAGE_SIZE, Hkv, D]
-    k_pages_ptr,
-    v_pages_ptr,
+    k_pages_ptr, v_pages_ptr,
     # output: out [N, Hq, D]
     out_ptr,
     # metadata: page_table [S, max_pages]; seq_len [S]; cu_seqlens [B + 1]; slots [B]
-    page_table_ptr,
-    seq_len_ptr,
-    cu_seqlens_ptr,
-    slots_ptr,
-    num_requests,
-    num_rows,
-    k_stride_n,
-    k_stride_h,
-    v_stride_n,
-    v_stride_h,
-    pages_stride_p,
-    pages_stride_j,
-    pages_stride_h,
-    out_stride_n,
-    out_stride_h,
-    page_table_stride_s,
-    page_table_stride_p,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    LANES: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART_ROWS: tl.constexpr,
-    PART_COLUMNS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_QUERY_HEADS: tl.constexpr,
-    IS_OVERLAPPED: tl.constexpr,
-):
+    page_table_ptr, seq_len_ptr, cu_seqlens_ptr, slots_ptr, num_requests, num_rows,
+    # strides as above
+    k_strides, v_strides, pages_strides, out_strides, page_table_stride_s, page_table_stride_p,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr, LANES: tl.constexpr, REQUESTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+    PART_ROWS: tl.constexpr, PART_COLUMNS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_QUERY_HEADS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+):  # fmt: skip
     """Append rows and zero dead ones; then add up a share of the tile that a part belongs to.
 
     All programs at the parts of a tile share its rows; PARTS parts are added in one go.
@@ -361,7 +331,7 @@ def finish_kernel(
         begin = tl.max(tl.where(is_mine, begins, 0), 0)
         if slot < 0:
             q_heads = tl.arange(0, BLOCK_QUERY_HEADS)
-            out_rows = out_ptr + row * tl.cast(out_stride_n, tl.int64) + q_heads * out_stride_h
+            out_rows = out_ptr + row * tl.cast(out_strides[0], tl.int64) + q_heads * out_strides[1]
             zeros = tl.zeros([BLOCK_QUERY_HEADS, BLOCK_D], out_ptr.dtype.element_ty)
             q_mask = (q_heads < HEADS * GROUP)[:, None] & d_mask[None, :]
             tl.store(out_rows[:, None] + d_offs[None, :], zeros, mask=q_mask)
@@ -370,11 +340,11 @@ def finish_kernel(
             ptr = page_table_ptr + slot * page_table_stride_s
             ptr += (position // PAGE_SIZE) * tl.cast(page_table_stride_p, tl.int64)
             heads = tl.arange(0, BLOCK_HEADS).to(tl.int64)
-            places = tl.load(ptr) * tl.cast(pages_stride_p, tl.int64) + heads * pages_stride_h
-            places += (position % PAGE_SIZE) * tl.cast(pages_stride_j, tl.int64)
+            places = tl.load(ptr) * tl.cast(pages_strides[0], tl.int64) + heads * pages_strides[2]
+            places += (position % PAGE_SIZE) * tl.cast(pages_strides[1], tl.int64)
             mask = (heads < HEADS)[:, None] & d_mask[None, :]
-            k_rows = k_ptr + row * tl.cast(k_stride_n, tl.int64) + heads * k_stride_h
-            v_rows = v_ptr + row * tl.cast(v_stride_n, tl.int64) + heads * v_stride_h
+            k_rows = k_ptr + row * tl.cast(k_strides[0], tl.int64) + heads * k_strides[1]
+            v_rows = v_ptr + row * tl.cast(v_strides[0], tl.int64) + heads * v_strides[1]
             k = tl.load(k_rows[:, None] + d_offs[None, :], mask=mask, other=0.0)
             v = tl.load(v_rows[:, None] + d_offs[None, :], mask=mask, other=0.0)
             tl.store((k_pages_ptr + places)[:, None] + d_offs[None, :], k, mask=mask)
@@ -389,7 +359,7 @@ def finish_kernel(
     if num_parts > 0:
         part = tl.where(place < PROGRAMS, (place - start) // LANES, 0)
         _add_up(
-            out_ptr, parts_ptr, sums_ptr, out_stride_n, out_stride_h, PROGRAMS, num_parts,
+            out_ptr, parts_ptr, sums_ptr, out_strides[0], out_strides[1], PROGRAMS, num_parts,
             start, first, num_tokens, tile, part * num_workers + worker, num_parts * num_workers,
             LANES, GROUP, D, BLOCK_M, PARTS, PART_ROWS, PART_COLUMNS,
         )  # fmt: skip

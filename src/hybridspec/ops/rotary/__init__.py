@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from hybridspec.ops.rotary.api import norm_and_rotate
+from hybridspec.ops.rotary.api import backends, norm_and_rotate
+from hybridspec.ops.rotary.reference import rotate_
 
-__all__ = ["norm_and_rotate"]
+__all__ = ["backends", "norm_and_rotate", "rotate_"]

@@ -12,11 +12,11 @@ from hybridspec.ops._library import register
 from hybridspec.ops._triton_support import triton_or_reference
 from hybridspec.ops.rotary import launch, reference
 
-__all__ = ["norm_and_rotate"]
+__all__ = ["backends", "norm_and_rotate"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WIDE = (torch.float32, torch.float64)
-_backends = triton_or_reference(launch.explain)
+backends = triton_or_reference(launch.explain)
 
 
 def norm_and_rotate(
@@ -109,7 +109,7 @@ def _explain(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 def _norm_and_rotate(x: Tensor, *args) -> None:
     *rest, backend = args
-    name = choose_backend("rotary.norm_and_rotate", backend, _backends(x), x, *rest)
+    name = choose_backend("rotary.norm_and_rotate", backend, backends(x), x, *rest)
     module = launch if name == "triton" else reference
     module.norm_and_rotate(x, *rest)
 

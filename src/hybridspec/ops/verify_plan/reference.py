@@ -131,10 +131,70 @@ def plan_step(
     plan: Step,
 ) -> None:
     """Select, then build; see api.py."""
+    if not slots.is_cuda and _plan_all(
+        token_ids, slots, seq_len, history_len, ring_start, num_rows, num_drafts, max_window, plan
+    ):
+        return
     select_rows(
         confidences, slots, num_rows, num_drafts, calibration, plan.cu_seqlens, plan.workspace
     )
     build_params(token_ids, slots, seq_len, history_len, ring_start, max_window, plan)
+
+
+def _plan_all(
+    token_ids: Tensor,
+    slots: Tensor,
+    seq_len: Tensor,
+    history_len: Tensor,
+    ring_start: Tensor | None,
+    num_rows: int,
+    num_drafts: Tensor | None,
+    max_window: int,
+    plan: Step,
+) -> bool:
+    """Lay out every draft on a CPU, where Python is quicker than forty operators of a few numbers.
+
+    Returns:
+        False, with nothing written, if the budget does not hold them all.
+    """
+    numbers, (num_requests, tokens_per_request) = slots.tolist(), token_ids.shape
+    check_slots("slots", numbers, seq_len.shape[0])
+    limits = [tokens_per_request - 1] * num_requests
+    if num_drafts is not None:
+        limits = [min(max(n, 0), limits[0]) for n in num_drafts.tolist()] if limits else []
+    counts = [0 if slot < 0 else 1 + n for slot, n in zip(numbers, limits, strict=True)]
+    if sum(counts) > num_rows:
+        return False
+    fed, stored, history = token_ids.tolist(), seq_len.tolist(), history_len.tolist()
+    starts = None if ring_start is None else ring_start.tolist()
+    rooms, capacity = plan.slots.shape[0], plan.token_ids.shape[0]
+    offsets, ends, folds, tokens = [0], [], [], []
+    positions: list[int] = []
+    sources: list[int] = []
+    for b, (slot, count) in enumerate(zip(numbers, counts, strict=True)):
+        first = stored[slot] if count else 0
+        offsets.append(offsets[-1] + count)
+        ends.append(first + count)
+        is_due = history[slot] + count > max_window
+        if starts is not None and starts[slot] == 0:
+            is_due |= history[slot] >= first_fold_length(slot, max_window)
+        folds.append(count > 0 and is_due)
+        tokens += fed[b][:count]
+        positions += range(first, first + count)
+        sources += range(b * tokens_per_request, b * tokens_per_request + count)
+    spare, hold = rooms - num_requests, capacity - len(tokens)
+    for tensor, values in (
+        (plan.cu_seqlens, offsets + [offsets[-1]] * spare),
+        (plan.num_verify_tokens, counts + [0] * spare),
+        (plan.kv_len, ends + [0] * spare),
+        (plan.slots, numbers + [-1] * spare),
+        (plan.is_fold, folds + [False] * spare),
+        (plan.token_ids, tokens + [0] * hold),
+        (plan.positions, positions + [0] * hold),
+        (plan.sources, sources + [-1] * hold),
+    ):
+        tensor.copy_(torch.tensor(values))
+    return True
 
 
 def compact_hidden(hidden: Tensor, sources: Tensor, out: Tensor) -> None:

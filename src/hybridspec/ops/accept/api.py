@@ -1,0 +1,175 @@
+"""The public function: checks, allocation, op call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._backends import choose_backend
+from .._checks import Dims, check, check_dtype
+from .._library import register
+from .._triton_support import explain_tensors, triton_or_reference
+from . import cpu
+from .table import RequestTable, StepResult, TokenLog
+
+__all__ = ["accept_rows"]
+
+
+def accept_rows(
+    chosen: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    num_verify_tokens: Tensor,
+    slots: Tensor,
+    is_fold: Tensor,
+    history_len: Tensor,
+    requests: RequestTable,
+    log: TokenLog,
+    end_bits: Tensor,
+    ends_from: Tensor,
+    counts: Tensor,
+    count_row: Tensor,
+    result: StepResult | None = None,
+    backend: str = "auto",
+) -> StepResult:
+    """Commit what stands: the accepted drafts and one token more, cut at the first end.
+
+        accepted   = largest n with chosen[first + j] == draft j + 1 for all j < n
+        committed  = the tokens of rows 0 .. accepted up to the first that ends the request, which
+                     is: an end token from position ends_from on, any token at last_position; a
+                     token of -1 (NaN logits) ends it too and is not taken in
+
+    Committed tokens go to the token log, behind position seq_len, and to the counts of requests
+    that have some; the last one becomes the newest token. A request that ended is marked in
+    `requests.is_done`. Cursors stay: `commit` moves them by `result.num_committed`.
+
+    Args:
+        chosen: the target's token of each row, [N] int64; in.
+        cu_seqlens: row offsets of the requests, [B+1] int32; in.
+        num_verify_tokens: rows of each request, [B] int32; in.
+        slots: slot of each request, -1 = padding, no slot twice, [B] int32; in.
+        is_fold: whether each request folds in this step, [B] int8; copied to the result; in.
+        history_len: live ring rows of each slot, [S] int32; copied to the result; in.
+        requests: newest tokens, drafts, limits and ends of all slots; in-out.
+        log: the token log; pages in-out, table and cursors in.
+        end_bits: bit t % 32 of word t // 32 says that token t is an end, [S, words] int32; in.
+        ends_from: first position at which an end token counts, [S] int32; in.
+        counts: how often a request said a token, 15 bits, and a sign that stays, [C, V] int16;
+            in-out.
+        count_row: row of `counts` of each slot, -1 = none, [S] int32; in.
+        result: where the outcome goes; out.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        `result`, or a new one. Requests without rows committed nothing.
+
+    Raises:
+        ValueError, TypeError: if a shape or dtype is wrong.
+        UnsupportedError: if the backend cannot serve the call.
+
+    Numerics:
+        Integers only.
+    """
+    batch = (cu_seqlens, num_verify_tokens, slots, is_fold)
+    _check(chosen, *batch, history_len, ends_from, count_row, end_bits, counts)
+    if result is None:
+        result = StepResult.create(
+            num_requests=slots.shape[0], num_drafts=requests.most_drafts, device=chosen.device
+        )
+    width = StepResult.width(requests.most_drafts)
+    if result.packed.shape != (slots.shape[0], width):
+        raise ValueError(
+            f"result: expected shape [{slots.shape[0]}, {width}], got {list(result.packed.shape)}"
+        )
+    _op(
+        chosen,
+        list(batch),
+        history_len,
+        requests.tensors(),
+        log.token_pages,
+        [log.page_table, log.seq_len],
+        [end_bits, ends_from],
+        counts,
+        count_row,
+        [result.packed, result.num_committed],
+        backend,
+    )
+    return result
+
+
+_ARGUMENTS = (
+    ("chosen", "N", torch.int64),
+    ("cu_seqlens", "offsets", torch.int32),
+    ("num_verify_tokens", "B", torch.int32),
+    ("slots", "B", torch.int32),
+    ("is_fold", "B", torch.int8),
+    ("history_len", "S", torch.int32),
+    ("ends_from", "S", torch.int32),
+    ("count_row", "S", torch.int32),
+    ("end_bits", "S words", torch.int32),
+    ("counts", "C V", torch.int16),
+)
+_seen: set[tuple[object, ...]] = set()  # shapes and dtypes that were found right
+_MOST_SEEN = 4096
+
+
+def _check(*tensors: Tensor) -> None:
+    signature = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+    if signature in _seen:
+        return
+    dims: Dims = {}
+    for (name, spec, dtype), tensor in zip(_ARGUMENTS, tensors, strict=True):
+        check(name, tensor, spec, dims)
+        check_dtype(name, tensor, dtype)
+    if dims["offsets"] != dims["B"] + 1:
+        raise ValueError(f"cu_seqlens: expected shape [{dims['B'] + 1}], got [{dims['offsets']}]")
+    if len(_seen) >= _MOST_SEEN:
+        _seen.clear()
+    _seen.add(signature)
+
+
+def _explain(chosen: Tensor, slots: Tensor) -> str | None:
+    return explain_tensors([("chosen", chosen), ("slots", slots)], (torch.int32, torch.int64))
+
+
+_candidates = triton_or_reference(_explain)
+
+
+def _accept(
+    chosen: Tensor,
+    batch: list[Tensor],
+    history_len: Tensor,
+    requests: list[Tensor],
+    token_pages: Tensor,
+    places: list[Tensor],
+    ends: list[Tensor],
+    counts: Tensor,
+    count_row: Tensor,
+    result: list[Tensor],
+    backend: str,
+) -> None:
+    name = choose_backend("accept_rows", backend, _candidates(chosen), chosen, batch[2])
+    if name == "reference":
+        serve = cpu.accept_rows
+    else:
+        from . import launch
+
+        serve = launch.accept_rows
+    serve(
+        chosen,
+        (batch[0], batch[1], batch[2], batch[3]),
+        history_len,
+        RequestTable.of(requests),
+        TokenLog(token_pages=token_pages, page_table=places[0], seq_len=places[1]),
+        (ends[0], ends[1]),
+        (counts, count_row),
+        StepResult(*result),
+    )
+
+
+_op = register(
+    "accept_rows(Tensor chosen, Tensor[] batch, Tensor history_len, Tensor(a!)[] requests, "
+    "Tensor(b!) token_pages, Tensor[] places, Tensor[] ends, Tensor(c!) counts, Tensor count_row, "
+    "Tensor(d!)[] result, str backend)",
+    _accept,
+)

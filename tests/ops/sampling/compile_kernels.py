@@ -1,0 +1,54 @@
+"""Compile the kernels that choose tokens, for the capabilities that the arguments name, on a CPU.
+
+Prints registers and stack bytes as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from helpers.triton_resources import compiled
+from hybridspec.ops.sampling import triton_choose, triton_edit
+from hybridspec.ops.sampling.mass import TILE
+
+# Types of pointers that are not int32, by name; scalars are int32.
+TYPES = {
+    "logits_ptr": "*fp32",
+    "temperature_ptr": "*fp32",
+    "top_p_ptr": "*fp32",
+    "min_p_ptr": "*fp32",
+    "seed_ptr": "*i64",
+    "peaks_ptr": "*fp32",
+    "winners_ptr": "*fp32",
+    "masses_ptr": "*i64",
+    "parts_ptr": "*i64",
+    "scores_ptr": "*fp64",
+    "out_ptr": "*i64",
+    "drafts_ptr": "*i64",
+    "repetition_ptr": "*fp32",
+    "frequency_ptr": "*fp32",
+    "presence_ptr": "*fp32",
+    "counts_ptr": "*i16",
+    "bias_values_ptr": "*fp32",
+}
+SIZES = {"TILES": 64, "SPLITS": 8, "BLOCK": TILE}
+EDITS = ("HAS_COUNTS", "HAS_BIAS", "HAS_WORDS", "HAS_MASKS", "HAS_MASK")
+
+
+def variants():
+    """Yield each kernel with the constants of its heaviest launch."""
+    everything = {"HAS_NOISE": True, "HAS_FILTERS": True, **SIZES}
+    for kernel in (triton_choose.scan_kernel, triton_choose.settle_kernel):
+        yield kernel, {n: v for n, v in everything.items() if n in kernel.arg_names}
+    yield triton_edit.edit_kernel, {**dict.fromkeys(EDITS, True), "BLOCK": TILE, "GROUP": 64}
+
+
+if __name__ == "__main__":
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    reports = [
+        compiled(kernel, constants, TYPES, capability, options)
+        for kernel, constants in variants()
+        for capability in map(int, sys.argv[1:])
+    ]
+    print(json.dumps(reports))

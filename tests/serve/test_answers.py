@@ -1,0 +1,198 @@
+"""Answers made of scripted steps: in pieces as in one, whatever the steps were."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridspec import SamplingParams, StepOutput
+from hybridspec.bundled import bundled_model_path
+from hybridspec.engine.request import Request, RequestGroup
+from hybridspec.engine.text import Text
+from hybridspec.models import load_tokenizer
+from hybridspec.serve.answers import ChatPlan, answer_chat, forced_call, stream_chat
+from hybridspec.serve.errors import ApiError
+from hybridspec.serve.fields import ChatBody
+from hybridspec.serve.replies import Head
+from hybridspec.speculate import NO_TOKEN, ChoiceRule, Logprob
+
+TOKENIZER = load_tokenizer(bundled_model_path())  # a token is a byte
+END = 256
+HEAD = Head("id", "kind", 0, "small")
+TOOLS: dict[str, Any] = {"look": {"properties": {"days": {"type": "integer"}}}, "now": {}}
+CALL = (
+    "<tool_call>\n<function=look>\n<parameter=place>\nRio é\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)
+PROFILE = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+class ScriptedStream:
+    """Stands for a Stream whose steps are known."""
+
+    def __init__(self, tokens: list[int], sizes: list[int], params: SamplingParams) -> None:
+        group = RequestGroup(
+            request_id=0,
+            prompt="p",
+            prompt_token_ids=[1, 2],
+            params=params,
+            stop_ids=frozenset({END}),
+            limit=10_000,
+            tokenizer=TOKENIZER,
+        )
+        rule = ChoiceRule(temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
+        text = Text(TOKENIZER.detokenizer(), tuple(params.stop))
+        request = Request(group=group, rule=rule, text=text)
+        start = 0
+        for size in [*sizes, len(tokens)]:
+            step = tokens[start : start + size]
+            start += size
+            taken = request.take(step, [{max(token, 0): Logprob(-1.0, 1)} for token in step])
+            request.post(["bonus"] * taken, [], 0, False)
+            if request.finish_reason is not None:
+                break
+        self.requests = [request]
+        self._steps: list[StepOutput] = list(request.outbox)
+
+    async def steps(self) -> AsyncIterator[list[tuple[int, StepOutput]]]:
+        for step in self._steps:
+            yield [(0, step)]
+
+
+def chat_body(**fields: Any) -> ChatBody:
+    return ChatBody(messages=[{"role": "user", "content": "x"}], **fields)
+
+
+def whole(stream: Any, plan: ChatPlan, body: ChatBody) -> dict[str, Any]:
+    answer = asyncio.run(answer_chat(body, plan, stream, HEAD, TOKENIZER))
+    [choice] = answer["choices"]
+    return choice
+
+
+def streamed(stream: Any, plan: ChatPlan, body: ChatBody) -> list[dict[str, Any]]:
+    async def collect() -> list[bytes]:
+        return [event async for event in stream_chat(body, plan, stream, HEAD, TOKENIZER)]
+
+    events = asyncio.run(collect())
+    assert events[-1] == b"data: [DONE]\n\n"
+    return [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put deltas together as clients do."""
+    message: dict[str, Any] = {"role": None, "content": ""}
+    calls: list[dict[str, Any]] = []
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        delta = choice["delta"]
+        message["role"] = delta.get("role", message["role"])
+        for name in ("content", "reasoning"):
+            if name in delta:
+                message[name] = message.get(name, "") + delta[name]
+        for call in delta.get("tool_calls", ()):
+            if call["index"] == len(calls):
+                calls.append({"type": call["type"], "name": call["function"]["name"], "text": ""})
+            calls[call["index"]]["text"] += call["function"]["arguments"]
+    if calls:
+        message["calls"] = [(call["name"], call["text"]) for call in calls]
+    return {**message, "end": chunks[-1]["choices"][0]["finish_reason"]}
+
+
+def same_form(choice: dict[str, Any]) -> dict[str, Any]:
+    message = dict(choice["message"])
+    message["content"] = message["content"] or ""
+    if calls := message.pop("tool_calls", None):
+        message["calls"] = [
+            (call["function"]["name"], call["function"]["arguments"]) for call in calls
+        ]
+    return {**message, "end": choice["finish_reason"]}
+
+
+PARTS = st.sampled_from(["so é", "\n", "</think>", "<tool_call>", CALL, "x", "END", "<think>"])
+
+
+@PROFILE
+@given(
+    parts=st.lists(PARTS, max_size=6),
+    sizes=st.lists(st.integers(1, 8), max_size=60),
+    is_reasoning=st.booleans(),
+    has_tools=st.booleans(),
+)
+def test_pieces_make_the_whole(
+    parts: list[str], sizes: list[int], is_reasoning: bool, has_tools: bool
+) -> None:
+    tokens = [*"".join(parts).encode(), END]
+    params = SamplingParams(stop="END", logprobs=0)
+    plan = ChatPlan(
+        "p", has_reasoning=True, is_reasoning=is_reasoning, tools=TOOLS if has_tools else None
+    )
+    body = chat_body(logprobs=True)
+    chunks = streamed(ScriptedStream(tokens, sizes, params), plan, body)
+    single = whole(ScriptedStream(tokens, [1] * len(tokens), params), plan, body)
+    assert joined(chunks) == same_form(single)
+    reports = [
+        entry
+        for chunk in chunks
+        for entry in (chunk["choices"][0].get("logprobs") or {"content": []})["content"]
+    ]
+    assert reports == single["logprobs"]["content"]
+
+
+def test_a_call_after_reasoning() -> None:
+    tokens = [*f"let me see\n</think>\n\nI look.\n\n{CALL}".encode(), END]
+    plan = ChatPlan("p", has_reasoning=True, is_reasoning=True, tools=TOOLS)
+    choice = whole(ScriptedStream(tokens, [], SamplingParams()), plan, chat_body())
+    message = choice["message"]
+    assert (message["reasoning"], message["content"]) == ("let me see", "I look.")
+    [call] = message["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"place": "Rio é", "days": 3}
+    assert choice["finish_reason"] == "tool_calls"
+    hidden = whole(
+        ScriptedStream(tokens, [], SamplingParams()), plan, chat_body(include_reasoning=False)
+    )
+    assert "reasoning" not in hidden["message"]
+
+
+@pytest.mark.parametrize("has_xml", [False, True])
+@pytest.mark.parametrize("choice", [None, "now"])
+def test_a_forced_beginning_is_part_of_the_call(has_xml: bool, choice: str | None) -> None:
+    opening = forced_call(choice, has_xml=has_xml)
+    if has_xml:
+        rest = ("now>\n" if choice is None else "") + "</function>\n</tool_call>"
+    else:
+        rest = ('now", "arguments": ' if choice is None else "") + "{}}\n</tool_call>"
+    plan = ChatPlan("p", forced=opening, tools=TOOLS)
+    tokens = [*rest.encode(), END]
+    result = same_form(whole(ScriptedStream(tokens, [], SamplingParams()), plan, chat_body()))
+    assert result["calls"] == [("now", "{}")] and result["content"] == ""
+    chunks = streamed(ScriptedStream(tokens, [2] * 40, SamplingParams()), plan, chat_body())
+    assert joined(chunks) == result
+
+
+def test_a_model_of_nan() -> None:
+    plan = ChatPlan("p")
+    with pytest.raises(ApiError, match="hold NaN"):
+        whole(ScriptedStream([97, NO_TOKEN], [], SamplingParams()), plan, chat_body())
+    stream = ScriptedStream([97, NO_TOKEN], [1], SamplingParams())
+    *_, last = streamed(stream, plan, chat_body())
+    assert last["error"]["code"] == "model_error" and "hold NaN" in last["error"]["message"]
+
+
+def test_usage_along_the_way() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = ScriptedStream([*b"abc", END], [1, 1], SamplingParams())
+    chunks = streamed(stream, ChatPlan("p"), chat_body(stream_options=options, speculation=True))
+    assert all(chunk["usage"]["prompt_tokens"] == 2 for chunk in chunks)
+    assert chunks[-1]["choices"] == []
+    pieces = [
+        piece
+        for chunk in chunks[:-1]
+        for piece in chunk["choices"][0].get("speculation", {"pieces": []})["pieces"]
+    ]
+    assert pieces == [["a", "bonus"], ["b", "bonus"], ["c", "bonus"], ["", "bonus"]]
