@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from helpers.far_memory import far_apart
+from hybridspec.ops._requests import Batch
+from hybridspec.ops.paged_attention.call import Pages, Rows
 
 __all__ = [
     "BATCHES",
@@ -85,6 +87,14 @@ class AttentionBatch:
             self.q, self.k, self.v, self.k_pages, self.v_pages, self.page_table, self.seq_len,
             self.cu_seqlens, self.slots,
         )  # fmt: skip
+
+    def call(self, max_rows: int, scale: float | None, out: Tensor) -> tuple[Rows, Pages, Batch]:
+        """The arguments of a backend."""
+        return (
+            Rows(self.q, self.k, self.v, out, scale),
+            Pages(self.k_pages, self.v_pages, self.page_table, self.seq_len),
+            Batch(self.cu_seqlens, self.slots, max_rows),
+        )
 
     @property
     def longest(self) -> int:
@@ -247,7 +257,7 @@ def check_verify(
     plain = expected_output(batch, scale=scale, dtype=batch.q.dtype)
     moved = batch.to(device)
     out = torch.full(batch.q.shape, math.nan, dtype=batch.q.dtype, device=device)
-    run(*moved.tensors, max(batch.longest, 1), scale, out, **options)
+    run(*moved.call(max(batch.longest, 1), scale, out), **options)
     # Twice the error of PyTorch in that dtype; sums in another order round differently in fp32.
     allowed = 2 * (plain.double() - right).abs().max() + 8 * torch.finfo(torch.float32).eps
     assert (out.cpu().double() - right).abs().max() <= allowed

@@ -15,15 +15,19 @@ __all__ = ["GLOBALS"]
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager
 def default_device(device: str) -> Iterator[None]:
     torch.set_default_device(device)
-    yield
-    torch.set_default_device(None)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
 
 
 GLOBALS: dict[str, Any] = {

@@ -21,11 +21,6 @@ def good(tmp_path_factory: Any) -> Path:
     return build_tiny_checkpoint(tmp_path_factory.mktemp("good") / "m").folder
 
 
-@pytest.fixture(scope="module")
-def good_moe(tmp_path_factory: Any) -> Path:
-    return build_tiny_checkpoint(tmp_path_factory.mktemp("good") / "m", family="qwen3_next").folder
-
-
 def turn_into_adapter(folder: Path) -> None:
     (folder / "config.json").rename(folder / "adapter_config.json")
 
@@ -295,59 +290,11 @@ CONFIGS: dict[str, Case] = {
         "/generation_config.json: not readable as JSON",
     ),
 }
-# The same for a Qwen3-Next checkpoint.
-MOE: dict[str, Case] = {
-    "no experts": (
-        fields(num_experts=None),
-        C,
-        "/config.json: num_experts: expected a positive whole number, found nothing",
-    ),
-    "more chosen than there are": (
-        fields(num_experts_per_tok=7),
-        C,
-        "/config.json: num_experts_per_tok: expected at most num_experts (6), found 7",
-    ),
-    "no size of the experts": (
-        fields(moe_intermediate_size=None),
-        C,
-        "/config.json: moe_intermediate_size: expected a positive whole number, found nothing",
-    ),
-    "no size of the shared expert": (
-        fields(shared_expert_intermediate_size=0),
-        C,
-        "/config.json: shared_expert_intermediate_size: expected a positive whole number, found 0",
-    ),
-    "norm_topk_prob": (
-        fields(norm_topk_prob="yes"),
-        C,
-        "/config.json: norm_topk_prob: expected true or false, found 'yes'",
-    ),
-    "not normalized": (
-        fields(model_type="qwen3_5_moe_text", norm_topk_prob=False),
-        U,
-        "/config.json: norm_topk_prob: only True is supported in this family, found False",
-    ),
-    "layers without experts": (
-        fields(mlp_only_layers=["0"]),
-        C,
-        "/config.json: mlp_only_layers: expected a list of layer numbers, found ['0']",
-    ),
-    "experts every zero layers": (
-        fields(decoder_sparse_step=0),
-        C,
-        "/config.json: decoder_sparse_step: expected a positive whole number, found 0",
-    ),
-}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_broken_config(name: str, good: Path, tmp_path: Path) -> None:
     check(good, tmp_path / "m", CONFIGS[name])
-
-
-@pytest.mark.parametrize("name", MOE)
-def test_broken_config_of_experts(name: str, good_moe: Path, tmp_path: Path) -> None:
-    check(good_moe, tmp_path / "m", MOE[name])
 
 
 def test_absent_folder_is_named(tmp_path: Path) -> None:

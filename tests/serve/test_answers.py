@@ -16,10 +16,11 @@ from hybridspec.bundled import bundled_model_path
 from hybridspec.engine.request import Request, RequestGroup
 from hybridspec.engine.text import Text
 from hybridspec.models import load_tokenizer
-from hybridspec.serve.answers import ChatPlan, answer_chat, forced_call, stream_chat
+from hybridspec.serve.answers import ChatPlan, answer_chat, stream_chat
 from hybridspec.serve.errors import ApiError
 from hybridspec.serve.fields import ChatBody
 from hybridspec.serve.replies import Head
+from hybridspec.serve.tools import forced_call
 from hybridspec.speculate import NO_TOKEN, ChoiceRule, Logprob
 
 TOKENIZER = load_tokenizer(bundled_model_path())  # a token is a byte

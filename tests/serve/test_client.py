@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -284,3 +286,13 @@ def test_fields_that_change_nothing_are_taken(
     assert [record.getMessage() for record in caplog.records] == [
         "requests have an unknown field 'new_field_1', which is ignored"
     ]
+
+
+def test_the_example_of_the_guide(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text()
+    [block] = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    block = block.replace("http://127.0.0.1:8000", running.url)
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/serving.md", "exec"), names)
+    names["client"].close()
+    assert len(capsys.readouterr().out) > 60

@@ -159,16 +159,22 @@ class GdnLayer:
         q, k, v = out.split_with_sizes((keys[1] * keys[2], keys[1] * keys[2], sizes[1]), -1)
         weight = out.new_empty(g.conv_width, g.conv_dim).t()
         y = out.new_empty(1, *values[1:])
-        rows = (q.view(keys), k.view(keys), v.view(values), a, b)
+        gate = y.new_empty(g.num_value_heads, dtype=torch.float32)
+        offsets = memory.seq_len.new_zeros(2)
         return {
-            CAUSAL_CONV1D: {
-                name: explain(qkv, weight, memory.conv_ring, out, max_verify_tokens)
-                for name, explain in causal_conv1d.verify_backends(qkv).items()
-            },
-            GATED_DELTA_RULE: {
-                name: explain(*rows, memory.state, memory.ring, y, max_verify_tokens)
-                for name, explain in gated_delta_rule.verify_backends(qkv).items()
-            },
+            CAUSAL_CONV1D: causal_conv1d.explain_verify(
+                causal_conv1d.Rows(qkv, out),
+                causal_conv1d.Taps(weight, None, "silu"),
+                causal_conv1d.Log(memory.conv_ring, memory.seq_len),
+                causal_conv1d.Batch(offsets, offsets[:1], max_verify_tokens),
+            ),
+            GATED_DELTA_RULE: gated_delta_rule.explain_verify(
+                gated_delta_rule.Rows(q.view(keys), k.view(keys), v.view(values), a, b, y),
+                gated_delta_rule.Gates(gate, gate, None, True, 1.0),
+                gated_delta_rule.State(memory.state, memory.state_scale),
+                memory.ring,
+                gated_delta_rule.Batch(offsets, offsets[:1], None, max_verify_tokens),
+            ),
         }
 
     def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: GdnMemory) -> Tensor:
@@ -250,26 +256,21 @@ class AttentionLayer:
         qk = memory.k_pages.new_empty(1, heads + kv_heads, head_dim)
         q, k = qk.split_with_sizes((heads, kv_heads), 1)
         offsets = memory.seq_len.new_zeros(2)
-        call = (
-            q, k, torch.empty_like(k), memory.k_pages, memory.v_pages, memory.page_table,
-            memory.seq_len, offsets, offsets[:1], torch.empty_like(q),
-        )  # fmt: skip
+        rows = paged_attention.Rows(q, k, torch.empty_like(k), torch.empty_like(q), None)
+        pages = paged_attention.Pages(
+            memory.k_pages, memory.v_pages, memory.page_table, memory.seq_len
+        )
+        batch = paged_attention.Batch(offsets, offsets[:1], max_verify_tokens)
+        prompts = batch._replace(max_rows=config.max_positions)
         wide = torch.promote_types(qk.dtype, torch.float32)
         weight = qk.new_empty(qk.shape[1:], dtype=wide)
         angles = qk.new_empty(1, 1, config.rotary_dim, dtype=wide)
         return {
-            ATTENTION: {
-                name: explain(*call, max_verify_tokens)
-                for name, explain in paged_attention.verify_backends(q).items()
-            },
-            PROMPT_ATTENTION: {
-                name: explain(*call, config.max_positions)
-                for name, explain in paged_attention.prefill_backends(q).items()
-            },
-            NORM_AND_ROTATE: {
-                name: explain(qk, weight, angles, angles, config.norm_eps, torch.empty_like(qk))
-                for name, explain in rotary.backends(qk).items()
-            },
+            ATTENTION: paged_attention.explain_verify(rows, pages, batch),
+            PROMPT_ATTENTION: paged_attention.explain_prefill(rows, pages, prompts),
+            NORM_AND_ROTATE: rotary.explain(
+                qk, weight, angles, angles, torch.empty_like(qk), config.norm_eps
+            ),
         }
 
     def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: KvMemory) -> Tensor:

@@ -245,8 +245,9 @@ class SamplingPool:
         dense_bias = None
         if not self._fits("bias", sizes["bias"]):
             sizes["bias"] = 0
-            dense_bias = torch.zeros(self.vocab_size)
-            dense_bias[list(options.bias)] = torch.tensor(list(options.bias.values()))
+            dense_bias = torch.zeros(self.vocab_size, dtype=torch.float32)
+            values = torch.tensor(list(options.bias.values()), dtype=torch.float32)
+            dense_bias[list(options.bias)] = values
         pieces: dict[str, tuple[int, int]] = {}
         for name, size in sizes.items():
             if not size:

@@ -197,5 +197,6 @@ class DraftsFromLists:
             if draft.confidences:
                 # What is missing counts as 0: those drafts come last.
                 sure = (draft.confidences + [0.0] * count)[:count]
-                requests.confidences[slot, :count] = torch.tensor(sure).to(slots.device)
+                given = torch.tensor(sure, dtype=torch.float32)
+                requests.confidences[slot, :count] = given.to(slots.device)
             requests.num_drafts[slot] = count

@@ -72,8 +72,8 @@ def test_errors(call, error: type[Exception], text: str) -> None:
 
 def test_opcheck() -> None:
     _, y, gate = make_gates(GATE_CASES["odd"], F32)
-    op = torch.ops.hybridspec.gated.default
-    torch.library.opcheck(op, (y, gate, True, torch.empty(5, 33), "auto"))
+    op = torch.ops.hybridspec.activations_gated.default
+    torch.library.opcheck(op, (y, gate, torch.empty(5, 33), True, "auto"))
 
 
 def test_compiled_kernels_spill_nothing() -> None:

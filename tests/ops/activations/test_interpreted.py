@@ -22,5 +22,5 @@ def test_16_bits() -> None:
 
 def test_what_it_refuses() -> None:
     x = torch.ones(2, 4)
-    assert launch.explain(x, x, True, x) is None
-    assert launch.explain(x, x.double(), True, x) == "gate has dtype float64"
+    assert launch.explain(x, x, x, True) is None
+    assert launch.explain(x, x.double(), x, True) == "gate has dtype float64"

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from helpers.conv_kernel_cases import BATCHES, PROMPTS, check_kernel, check_prefill, check_split
+from hybridspec.ops._requests import Batch
 from hybridspec.ops.causal_conv1d import launch
+from hybridspec.ops.causal_conv1d.call import Log, Rows, Taps
 
 pytestmark = pytest.mark.interpreted
 
@@ -36,9 +38,11 @@ def test_prefill_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
 
 
 def test_what_prefill_refuses() -> None:
-    x, ring = torch.ones(3, 8), torch.ones(2, 32, 8)
-    assert launch.explain_prefill(x, torch.ones(8, 17), ring, x, 3) is None
-    reason = launch.explain_prefill(x, torch.ones(8, 18), ring, x, 3)
+    x, cursors = torch.ones(3, 8), torch.zeros(2, dtype=torch.int32)
+    log, batch = Log(torch.ones(2, 32, 8), cursors), Batch(cursors, cursors[:1], 3)
+    wide, wider = (Taps(torch.ones(8, width), None, "silu") for width in (17, 18))
+    assert launch.explain_prefill(Rows(x, x), wide, log, batch) is None
+    reason = launch.explain_prefill(Rows(x, x), wider, log, batch)
     assert reason == "weight has 18 taps, the kernel takes up to 17"
 
 

@@ -11,7 +11,7 @@ from helpers.gdn_cases import Dtypes, Geometry
 from helpers.gdn_prompts import Prompts
 from helpers.tolerances import KERNEL_FACTOR
 from hybridspec.ops import gated_delta_rule
-from hybridspec.ops.gated_delta_rule import choice, fla
+from hybridspec.ops.gated_delta_rule import fla
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,7 +95,7 @@ def test_configurations_are_fixed_in_calls_only() -> None:
 
 
 def test_what_it_cannot_serve_runs_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    choice._warn_once.cache_clear()
+    fla._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="hybridspec"):
         for _ in range(2):
             Prompts.create(20, dtypes=Dtypes(F32, F32, F32), device="cuda").check()

@@ -26,10 +26,10 @@ def test_what_it_refuses() -> None:
     x, gate, weight = make_norm(CASES["heads"], F32)
     wide, four = torch.empty(1, 16385), torch.empty(1, 1, 1, 8)
     ones = torch.ones(8)
-    assert launch.explain(x, gate, weight, EPS, x) is None
+    assert launch.explain(x, gate, weight, x, EPS) is None
     for call, reason in (
-        ((x, gate.double(), weight, EPS, x), "gate has dtype float64"),
-        ((wide, None, wide[0], EPS, wide), "x has rows of 16385, the kernel takes up to 16384"),
-        ((four, None, ones, EPS, four), "x has 4 dimensions"),
+        ((x, gate.double(), weight, x, EPS), "gate has dtype float64"),
+        ((wide, None, wide[0], wide, EPS), "x has rows of 16385, the kernel takes up to 16384"),
+        ((four, None, ones, four, EPS), "x has 4 dimensions"),
     ):
         assert reason in launch.explain(*call)

@@ -81,8 +81,8 @@ def test_errors(changes: dict, error: type[Exception], text: str) -> None:
 
 def test_opcheck() -> None:
     x, gate, weight = make_norm(CASES["heads"], F32)
-    op = torch.ops.hybridspec.rms_norm.default
-    torch.library.opcheck(op, (x, gate, weight, EPS, torch.empty(x.shape), "auto"))
+    op = torch.ops.hybridspec.norms_rms_norm.default
+    torch.library.opcheck(op, (x, gate, weight, torch.empty(x.shape), EPS, "auto"))
 
 
 def test_compiled_kernels_spill_nothing() -> None:

@@ -18,6 +18,7 @@ from helpers.attention_cases import (
 from helpers.guarded import at_the_end_of_memory
 from helpers.tolerances import assert_same
 from hybridspec.ops.paged_attention import launch_prefill
+from hybridspec.ops.paged_attention.call import Rows
 
 pytestmark = pytest.mark.interpreted
 
@@ -98,7 +99,7 @@ def _run(chunks: list[int]) -> list[torch.Tensor]:
         mine = {name: getattr(batch, name)[part] for name in ("q", "k", "v")}
         chunk = replace(batch, cu_seqlens=bounds, **mine)
         out = torch.empty(rows, *batch.q.shape[1:])
-        launch_prefill.prefill(*chunk.tensors, rows, 0.25, out, config=CONFIG)
+        launch_prefill.prefill(*chunk.call(rows, 0.25, out), config=CONFIG)
         outputs.append(out)
         batch.seq_len[1] += rows
         start += rows
@@ -108,24 +109,25 @@ def _run(chunks: list[int]) -> list[torch.Tensor]:
 def test_refusals_say_why() -> None:
     batch = make_attention_batch([2], [3], [1], dtype=F32)
     out = torch.empty(2, 4, 16)
-    assert launch_prefill.explain(*batch.tensors, out, 2) is None
+    assert launch_prefill.explain(*batch.call(2, None, out)) is None
     half = replace(batch, k_pages=batch.k_pages.half(), v_pages=batch.v_pages.half())
     apart = replace(batch, v_pages=batch.v_pages.contiguous())
     transposed = torch.empty(2, 16, 4).transpose(1, 2)
-    for arguments, reason in (
-        ((*half.tensors, out, 2), "k_pages has dtype float16, q has float32"),
-        ((*apart.tensors, out, 2), "v_pages has strides"),
-        ((*batch.tensors, transposed, 2), "out has strides"),
-        ((*batch.tensors[:3], batch.k_pages.double(), *batch.tensors[4:], out, 2), "k_pages has"),
+    double = replace(batch, k_pages=batch.k_pages.double())
+    for call, reason in (
+        (half.call(2, None, out), "k_pages has dtype float16, q has float32"),
+        (apart.call(2, None, out), "v_pages has strides"),
+        (batch.call(2, None, transposed), "out has strides"),
+        (double.call(2, None, out), "k_pages has dtype float64"),
     ):
-        assert reason in launch_prefill.explain(*arguments)
+        assert reason in launch_prefill.explain(*call)
 
 
 def test_the_oracle_would_see_rows_in_another_order() -> None:
     batch = make_attention_batch([20], [30], [2], page_size=16, dtype=F32)
 
-    def run(q: torch.Tensor, *arguments: object, **options: object) -> None:
-        launch_prefill.prefill(q.roll(1, 0), *arguments, **options)
+    def run(rows: Rows, *arguments: object, **options: object) -> None:
+        launch_prefill.prefill(rows._replace(q=rows.q.roll(1, 0)), *arguments, **options)
 
     with pytest.raises(AssertionError):
         check_verify(batch, run, config=CONFIG)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .._backends import choose_backend
-from .._checks import Dims, check, check_dtype
-from .._library import register
-from .._triton_support import explain_tensors, triton_or_reference
+from .._checks import INTEGERS, Dims, check, check_dtype
+from .._library import kernel_or_reference, register
+from .._triton_support import explain_tensors
 from . import cpu
-from .table import RequestTable, StepResult, TokenLog
+from .table import Batch, Counts, Ends, RequestTable, StepResult, TokenLog
 
 __all__ = ["accept_rows"]
 
@@ -70,30 +71,13 @@ def accept_rows(
     Numerics:
         Integers only.
     """
-    batch = (cu_seqlens, num_verify_tokens, slots, is_fold)
-    _check(chosen, *batch, history_len, ends_from, count_row, end_bits, counts)
     if result is None:
         result = StepResult.create(
             num_requests=slots.shape[0], num_drafts=requests.most_drafts, device=chosen.device
         )
-    width = StepResult.width(requests.most_drafts)
-    if result.packed.shape != (slots.shape[0], width):
-        raise ValueError(
-            f"result: expected shape [{slots.shape[0]}, {width}], got {list(result.packed.shape)}"
-        )
-    _op(
-        chosen,
-        list(batch),
-        history_len,
-        requests.tensors(),
-        log.token_pages,
-        [log.page_table, log.seq_len],
-        [end_bits, ends_from],
-        counts,
-        count_row,
-        [result.packed, result.num_committed],
-        backend,
-    )
+    batch = Batch(cu_seqlens, num_verify_tokens, slots, is_fold)
+    ends, said = Ends(end_bits, ends_from), Counts(counts, count_row)
+    _accept_rows(chosen, batch, history_len, requests, log, ends, said, result, backend=backend)
     return result
 
 
@@ -109,67 +93,44 @@ _ARGUMENTS = (
     ("end_bits", "S words", torch.int32),
     ("counts", "C V", torch.int16),
 )
-_seen: set[tuple[object, ...]] = set()  # shapes and dtypes that were found right
-_MOST_SEEN = 4096
 
 
-def _check(*tensors: Tensor) -> None:
-    signature = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-    if signature in _seen:
-        return
+def _check(
+    chosen: Tensor,
+    batch: Batch,
+    history_len: Tensor,
+    requests: RequestTable,
+    log: TokenLog,
+    ends: Ends,
+    counts: Counts,
+    result: StepResult,
+) -> None:
     dims: Dims = {}
+    tensors = (
+        chosen, *batch, history_len, ends.begin, counts.row, ends.bits, counts.table
+    )  # fmt: skip
     for (name, spec, dtype), tensor in zip(_ARGUMENTS, tensors, strict=True):
         check(name, tensor, spec, dims)
         check_dtype(name, tensor, dtype)
     if dims["offsets"] != dims["B"] + 1:
         raise ValueError(f"cu_seqlens: expected shape [{dims['B'] + 1}], got [{dims['offsets']}]")
-    if len(_seen) >= _MOST_SEEN:
-        _seen.clear()
-    _seen.add(signature)
+    width = StepResult.width(requests.most_drafts)
+    if result.packed.shape != (dims["B"], width):
+        raise ValueError(
+            f"result: expected shape [{dims['B']}, {width}], got {list(result.packed.shape)}"
+        )
 
 
-def _explain(chosen: Tensor, slots: Tensor) -> str | None:
-    return explain_tensors([("chosen", chosen), ("slots", slots)], (torch.int32, torch.int64))
+def _explain(chosen: Tensor, batch: Batch, *others: object) -> str | None:
+    return explain_tensors([("chosen", chosen), ("slots", batch.slots)], INTEGERS)
 
 
-_candidates = triton_or_reference(_explain)
+def _launch(*arguments: Any) -> None:
+    from hybridspec.ops.accept import launch
+
+    launch.accept_rows(*arguments)
 
 
-def _accept(
-    chosen: Tensor,
-    batch: list[Tensor],
-    history_len: Tensor,
-    requests: list[Tensor],
-    token_pages: Tensor,
-    places: list[Tensor],
-    ends: list[Tensor],
-    counts: Tensor,
-    count_row: Tensor,
-    result: list[Tensor],
-    backend: str,
-) -> None:
-    name = choose_backend("accept_rows", backend, _candidates(chosen), chosen, batch[2])
-    if name == "reference":
-        serve = cpu.accept_rows
-    else:
-        from . import launch
-
-        serve = launch.accept_rows
-    serve(
-        chosen,
-        (batch[0], batch[1], batch[2], batch[3]),
-        history_len,
-        RequestTable.of(requests),
-        TokenLog(token_pages=token_pages, page_table=places[0], seq_len=places[1]),
-        (ends[0], ends[1]),
-        (counts, count_row),
-        StepResult(*result),
-    )
-
-
-_op = register(
-    "accept_rows(Tensor chosen, Tensor[] batch, Tensor history_len, Tensor(a!)[] requests, "
-    "Tensor(b!) token_pages, Tensor[] places, Tensor[] ends, Tensor(c!) counts, Tensor count_row, "
-    "Tensor(d!)[] result, str backend)",
-    _accept,
+_accept_rows = register(
+    "accept.accept_rows", kernel_or_reference(_explain, _launch, cpu.accept_rows), _check
 )

@@ -8,21 +8,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._library import Written
 from .naive import accept_one
-from .table import RequestTable, StepResult, TokenLog
+from .table import Batch, Counts, Ends, RequestTable, StepResult, TokenLog
 
 __all__ = ["accept_rows"]
 
 
 def accept_rows(
     chosen: Tensor,
-    batch: tuple[Tensor, Tensor, Tensor, Tensor],
+    batch: Batch,
     history_len: Tensor,
-    requests: RequestTable,
-    log: TokenLog,
-    ends: tuple[Tensor, Tensor],
-    counts: tuple[Tensor, Tensor],
-    result: StepResult,
+    requests: Written[RequestTable],
+    log: Written[TokenLog],
+    ends: Ends,
+    counts: Written[Counts],
+    result: Written[StepResult],
 ) -> None:
     """Accept, cut, append to the token log and count; see api.py."""
     bounds, num_rows, slots, folds = (tensor.tolist() for tensor in batch)

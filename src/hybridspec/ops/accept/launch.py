@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from . import triton_accept
-from .table import RequestTable, StepResult, TokenLog
+from .table import Batch, Counts, Ends, RequestTable, StepResult, TokenLog
 
 __all__ = ["accept_rows"]
 
 
 def accept_rows(
     chosen: Tensor,
-    batch: tuple[Tensor, Tensor, Tensor, Tensor],
+    batch: Batch,
     history_len: Tensor,
     requests: RequestTable,
     log: TokenLog,
-    ends: tuple[Tensor, Tensor],
-    counts: tuple[Tensor, Tensor],
+    ends: Ends,
+    counts: Counts,
     result: StepResult,
 ) -> None:
     """Accept in one launch, a program per request; see api.py."""

@@ -4,12 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-__all__ = ["RequestTable", "StepResult", "Taken", "TokenLog"]
+from .._library import Written
+
+__all__ = ["Batch", "Counts", "Ends", "RequestTable", "StepResult", "Taken", "TokenLog"]
+
+
+class Batch(NamedTuple):
+    """The rows of a step, by request.
+
+    Attributes:
+        cu_seqlens: [B+1] int32.
+        num_verify_tokens: [B] int32.
+        slots: [B] int32, -1 = padding.
+        is_fold: [B] int8.
+    """
+
+    cu_seqlens: Tensor
+    num_verify_tokens: Tensor
+    slots: Tensor
+    is_fold: Tensor
+
+
+class Ends(NamedTuple):
+    """Tokens that end a request.
+
+    Attributes:
+        bits: a bit for each token, [S, words] int32.
+        begin: position from which they do, [S] int32.
+    """
+
+    bits: Tensor
+    begin: Tensor
+
+
+class Counts(NamedTuple):
+    """How often a request has said each token.
+
+    Attributes:
+        table: [C, V] int16.
+        row: its row of the table, -1 = none, [S] int32.
+    """
+
+    table: Written[Tensor]
+    row: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +67,7 @@ class TokenLog:
         seq_len: position of the newest token of each slot, [S] int32.
     """
 
-    token_pages: Tensor
+    token_pages: Written[Tensor]
     page_table: Tensor
     seq_len: Tensor
 

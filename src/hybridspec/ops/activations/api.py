@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from hybridspec.ops._backends import choose_backend
-from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
-from hybridspec.ops._library import register
-from hybridspec.ops._triton_support import triton_or_reference
+from hybridspec.ops._checks import FLOATS, Dims, check, check_dtype, check_last_stride
+from hybridspec.ops._library import kernel_or_reference, register
 from hybridspec.ops.activations import launch, reference
 
 __all__ = ["sigmoid_gate", "swiglu"]
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_backends = triton_or_reference(launch.explain)
 
 
 def swiglu(gate_up: Tensor, *, out: Tensor | None = None, backend: str = "auto") -> Tensor:
@@ -44,8 +38,6 @@ def swiglu(gate_up: Tensor, *, out: Tensor | None = None, backend: str = "auto")
     check("gate_up", gate_up, "N 2F", {})
     if gate_up.shape[1] % 2:
         raise ValueError(f"gate_up: expected an even row size, got {gate_up.shape[1]}")
-    check_dtype("gate_up", gate_up, *_FLOATS)
-    check_last_stride("gate_up", gate_up)
     size = gate_up.shape[1] // 2
     gate, up = gate_up.split_with_sizes((size, size), 1)
     return _run(up, gate, True, out, backend)
@@ -78,30 +70,29 @@ def sigmoid_gate(
     Source:
         The output gate of attention in the Qwen3-Next and Qwen3.5 checkpoints.
     """
-    dims: Dims = {}
-    for name, tensor in (("y", y), ("gate", gate)):
-        check(name, tensor, "N D", dims)
-        check_dtype(name, tensor, *_FLOATS)
-        check_last_stride(name, tensor)
     return _run(y, gate, False, out, backend)
 
 
 def _run(x: Tensor, gate: Tensor, is_silu: bool, out: Tensor | None, backend: str) -> Tensor:
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    else:
-        check("out", out, "N D", {"N": x.shape[0], "D": x.shape[1]})
-        check_dtype("out", out, x.dtype)
-        check_last_stride("out", out)
-    _op(x, gate, is_silu, out, backend)
+        out = x.new_empty(x.shape)
+    _op(x, gate, out, is_silu, backend=backend)
     return out
 
 
-def _gated(x: Tensor, *args) -> None:
-    *rest, backend = args
-    name = choose_backend("activations.gated", backend, _backends(x), x, *rest)
-    module = launch if name == "triton" else reference
-    module.gated(x, *rest)
+def _check(x: Tensor, gate: Tensor, out: Tensor, is_silu: bool) -> None:
+    name = "gate_up" if is_silu else "y"
+    dims: Dims = {}
+    for other, tensor in ((name, x), ("gate", gate), ("out", out)):
+        check(other, tensor, "N D", dims)
+        check_last_stride(other, tensor)
+    check_dtype(name, x, *FLOATS)
+    check_dtype("gate", gate, *FLOATS)
+    check_dtype("out", out, x.dtype)
 
 
-_op = register("gated(Tensor x, Tensor gate, bool is_silu, Tensor(a!) out, str backend)", _gated)
+_op = register(
+    "activations.gated",
+    kernel_or_reference(launch.explain, launch.gated, reference.gated),
+    _check,
+)

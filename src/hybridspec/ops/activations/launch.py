@@ -12,12 +12,12 @@ __all__ = ["explain", "gated"]
 _BLOCK = 1024
 
 
-def explain(x: Tensor, gate: Tensor, is_silu: bool, out: Tensor) -> str | None:
+def explain(x: Tensor, gate: Tensor, out: Tensor, is_silu: bool) -> str | None:
     """Say why the Triton kernel cannot serve a call, or return None."""
     return explain_tensors([("x", x), ("gate", gate), ("out", out)])
 
 
-def gated(x: Tensor, gate: Tensor, is_silu: bool, out: Tensor) -> None:
+def gated(x: Tensor, gate: Tensor, out: Tensor, is_silu: bool) -> None:
     """Launch the kernel; arguments as `reference.gated`."""
     from hybridspec.ops.activations.triton_gate import gate_kernel
 

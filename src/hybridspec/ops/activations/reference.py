@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridspec.ops._library import Written
 from hybridspec.ops.norms import widened
 
 __all__ = ["gated"]
 
 
-def gated(x: Tensor, gate: Tensor, is_silu: bool, out: Tensor) -> None:
+def gated(x: Tensor, gate: Tensor, out: Written[Tensor], is_silu: bool) -> None:
     """Write x * silu(gate) or x * sigmoid(gate)."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide = widened(gate, dtype)

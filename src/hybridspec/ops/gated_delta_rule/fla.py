@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,9 @@ from hybridspec.ops._triton_support import (
     explain_tensors,
     round_up_to_power_of_two,
 )
+from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.int8_state import SCALE_DTYPE, quantise, widen
+from hybridspec.ops.ring.view import RingView
 
 __all__ = ["KERNELS", "explain", "fixed_configurations", "library", "prefill"]
 
@@ -37,6 +40,8 @@ _MAX_KEY_DIM = 256
 _MAX_REQUESTS = 4096
 _COPY_BLOCK = 1024
 _LOCK = threading.Lock()
+
+_logger = logging.getLogger("hybridspec")
 
 # Module and name of a kernel, and what it is fixed to on Hopper: sizes, warps, stages.
 KERNELS: dict[tuple[str, str], tuple[dict[str, int], int, int]] = {
@@ -100,21 +105,24 @@ def fixed_configurations(target: tuple[int, int]) -> Iterator[None]:
 
 
 def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    slots: Tensor,
-    out: Tensor,
-    chunk_size: int,
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch, chunk_size: int
 ) -> str | None:
-    """Say why the library cannot serve a prefill call, or return None."""
+    """Say why the library cannot serve a prefill call, or return None; on a GPU warn of it once."""
+    reason = _explain(rows, gates, state, batch, chunk_size)
+    if reason is not None and rows.q.is_cuda:
+        _warn_once(reason)
+    return reason
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    _logger.warning("prompts of Gated DeltaNet layers run in plain PyTorch, slowly: %s", reason)
+
+
+def _explain(rows: Rows, gates: Gates, state: State, batch: Batch, chunk_size: int) -> str | None:
+    q, k, v, a, b, out = rows
     named = [("q", q), ("k", k), ("v", v), ("a", a), ("b", b), ("out", out)]
-    named += [("A_log", A_log), ("dt_bias", dt_bias), ("state", state)]
+    named += [("A_log", gates.A_log), ("dt_bias", gates.dt_bias), ("state", state.values)]
     reason = explain_tensors(named, (*FLOATS, torch.int8))
     if reason is not None:
         return reason
@@ -128,46 +136,30 @@ def explain(
         return f"the key size is {k.shape[2]}, flash-linear-attention takes up to {_MAX_KEY_DIM}"
     if chunk_size != _CHUNK_SIZE:
         return f"chunk_size is {chunk_size}, flash-linear-attention is used with {_CHUNK_SIZE}"
-    if slots.shape[0] > _MAX_REQUESTS:
-        return f"slots: {slots.shape[0]} requests, the kernels take up to {_MAX_REQUESTS}"
+    if batch.slots.shape[0] > _MAX_REQUESTS:
+        return f"slots: {batch.slots.shape[0]} requests, the kernels take up to {_MAX_REQUESTS}"
     found = library()
     return found if isinstance(found, str) else None
 
 
 def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    history_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    out: Tensor,
-    scale: float,
-    use_qk_l2norm: bool,
-    beta_scale: float,
-    chunk_size: int,
-    max_seqlen: int,
-    state_scale: Tensor | None = None,
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch, chunk_size: int
 ) -> None:
     """Run prompts from their slots' states; see `hybridspec.ops.gated_delta_rule.prefill`."""
     run = library()
     assert not isinstance(run, str)
+    q, out, cu_seqlens, slots = rows.q, rows.out, batch.cu_seqlens, batch.slots
     if q.shape[0] == 0 or slots.shape[0] == 0:
         out.zero_()
         return
     with torch.cuda.device_of(q):
-        rows = _prepare(q, k, v, a, b, A_log, dt_bias, use_qk_l2norm, beta_scale)
-        chunks = _list_chunks(cu_seqlens, q.shape[0], max_seqlen, chunk_size)
-        initial = _read_states(state, state_scale, cu_seqlens, slots)
+        inputs = _prepare(rows, gates)
+        chunks = _list_chunks(cu_seqlens, q.shape[0], batch.max_rows, chunk_size)
+        initial = _read_states(state, cu_seqlens, slots)
         with fixed_configurations(capability(q)):
             y, final = run(
-                *rows,
-                scale=scale,
+                *inputs,
+                scale=gates.output_scale(q.shape[2]),
                 initial_state=initial,
                 output_final_state=True,
                 state_v_first=True,
@@ -175,24 +167,15 @@ def prefill(
                 chunk_indices=chunks,
                 chunk_size=chunk_size,
             )
-        _write_states(final, state, state_scale, cu_seqlens, slots)
+        _write_states(final, state, cu_seqlens, slots)
         _finish(y[0], out, cu_seqlens, slots)
 
 
-def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    use_qk_l2norm: bool,
-    beta_scale: float,
-) -> tuple[Tensor, ...]:
+def _prepare(rows: Rows, gates: Gates) -> tuple[Tensor, ...]:
     """Return q, k, v, log-decay and write strength as the library takes them, [1, N, ...]."""
     from hybridspec.ops.gated_delta_rule.triton_prefill import prepare_kernel
 
+    q, k, v, a, b, _ = rows
     (num_rows, heads, key_dim), (value_heads, value_dim) = k.shape, v.shape[1:]
     outputs = (
         *(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)),
@@ -200,8 +183,8 @@ def _prepare(
     )
     blocks = [round_up_to_power_of_two(n) for n in (heads, value_heads, key_dim, value_dim)]
     prepare_kernel[(num_rows,)](
-        q, k, v, a, b, A_log, dt_bias, *outputs, beta_scale, *q.stride()[:2], *k.stride()[:2],
-        *v.stride()[:2], a.stride(0), b.stride(0),
+        q, k, v, a, b, gates.A_log, gates.dt_bias, *outputs, gates.beta_scale, *q.stride()[:2],
+        *k.stride()[:2], *v.stride()[:2], a.stride(0), b.stride(0),
         H=heads,
         HV=value_heads,
         K=key_dim,
@@ -210,7 +193,7 @@ def _prepare(
         BLOCK_HV=blocks[1],
         BLOCK_K=blocks[2],
         BLOCK_V=blocks[3],
-        NORM=use_qk_l2norm,
+        NORM=gates.use_qk_l2norm,
         num_warps=8 if blocks[1] * blocks[3] > 4096 or blocks[0] * blocks[2] > 4096 else 4,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -252,36 +235,30 @@ def _move(pool: Tensor, batch: Tensor, cu_seqlens: Tensor, slots: Tensor, is_sto
     )  # fmt: skip
 
 
-def _read_states(
-    state: Tensor, state_scale: Tensor | None, cu_seqlens: Tensor, slots: Tensor
-) -> Tensor:
+def _read_states(state: State, cu_seqlens: Tensor, slots: Tensor) -> Tensor:
     """Return the checkpoints of the requests in fp32, [B, HV, V, K]; zeros where there is none."""
-    shape = (slots.shape[0], *state.shape[1:])
-    dtype = torch.float32 if state_scale is None else state.dtype
-    states = torch.empty(shape, dtype=dtype, device=state.device)
-    _move(state, states, cu_seqlens, slots, is_store=False)
-    if state_scale is None:
+    values, scale = state
+    shape = (slots.shape[0], *values.shape[1:])
+    dtype = torch.float32 if scale is None else values.dtype
+    states = torch.empty(shape, dtype=dtype, device=values.device)
+    _move(values, states, cu_seqlens, slots, is_store=False)
+    if scale is None:
         return states
-    factors = state_scale.new_empty(shape[0], *state_scale.shape[1:])
-    _move(state_scale, factors, cu_seqlens, slots, is_store=False)
+    factors = scale.new_empty(shape[0], *scale.shape[1:])
+    _move(scale, factors, cu_seqlens, slots, is_store=False)
     return widen(states, factors, torch.float32)
 
 
-def _write_states(
-    states: Tensor,
-    state: Tensor,
-    state_scale: Tensor | None,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-) -> None:
+def _write_states(states: Tensor, state: State, cu_seqlens: Tensor, slots: Tensor) -> None:
     """Round fp32 states [B, HV, V, K] into the slots of the requests that have rows."""
-    if state_scale is not None:
-        factors = states.new_empty(states.shape[0], *state_scale.shape[1:], dtype=SCALE_DTYPE)
-        integers = torch.empty(states.shape, dtype=state.dtype, device=states.device)
+    values, scale = state
+    if scale is not None:
+        factors = states.new_empty(states.shape[0], *scale.shape[1:], dtype=SCALE_DTYPE)
+        integers = torch.empty(states.shape, dtype=values.dtype, device=states.device)
         quantise(states, integers, factors)
-        _move(state_scale, factors, cu_seqlens, slots, is_store=True)
+        _move(scale, factors, cu_seqlens, slots, is_store=True)
         states = integers
-    _move(state, states, cu_seqlens, slots, is_store=True)
+    _move(values, states, cu_seqlens, slots, is_store=True)
 
 
 def _finish(y: Tensor, out: Tensor, cu_seqlens: Tensor, slots: Tensor) -> None:

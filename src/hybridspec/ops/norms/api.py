@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from hybridspec.ops._backends import choose_backend
-from hybridspec.ops._checks import check_dtype, check_last_stride
-from hybridspec.ops._library import register
-from hybridspec.ops._triton_support import triton_or_reference
+from hybridspec.ops._checks import FLOATS, WIDE, check_dtype, check_last_stride
+from hybridspec.ops._library import kernel_or_reference, register
 from hybridspec.ops.norms import launch, reference
 
 __all__ = ["gated_rms_norm", "rms_norm"]
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_WIDE = (torch.float32, torch.float64)
-_backends = triton_or_reference(launch.explain)
 
 
 def rms_norm(
@@ -92,8 +85,15 @@ def gated_rms_norm(
 def _run(
     x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, out: Tensor | None, backend: str
 ) -> Tensor:
-    check_dtype("x", x, *_FLOATS)
-    check_dtype("weight", weight, *_WIDE)
+    if out is None and isinstance(x, Tensor):
+        out = x.new_empty(x.shape)
+    _op(x, gate, weight, out, eps, backend=backend)
+    return out
+
+
+def _check(x: Tensor, gate: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+    check_dtype("x", x, *FLOATS)
+    check_dtype("weight", weight, *WIDE)
     check_last_stride("x", x)
     check_last_stride("weight", weight)
     if weight.shape not in (x.shape[-1:], x.shape[-2:]) or weight.ndim >= x.ndim:
@@ -109,23 +109,12 @@ def _run(
                     f"{name}: expected the shape of x {list(x.shape)}, got {list(tensor.shape)}"
                 )
     if gate is not None:
-        check_dtype("gate", gate, *_FLOATS)
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    else:
-        check_dtype("out", out, x.dtype)
-    _op(x, gate, weight, eps, out, backend)
-    return out
-
-
-def _rms_norm(x: Tensor, *args) -> None:
-    *rest, backend = args
-    name = choose_backend("norms.rms_norm", backend, _backends(x), x, *rest)
-    module = launch if name == "triton" else reference
-    module.rms_norm(x, *rest)
+        check_dtype("gate", gate, *FLOATS)
+    check_dtype("out", out, x.dtype)
 
 
 _op = register(
-    "rms_norm(Tensor x, Tensor? gate, Tensor weight, float eps, Tensor(a!) out, str backend)",
-    _rms_norm,
+    "norms.rms_norm",
+    kernel_or_reference(launch.explain, launch.rms_norm, reference.rms_norm),
+    _check,
 )

@@ -13,7 +13,7 @@ _MAX_SIZE = 16384
 _TILE = 1024  # elements of a program, where a head is not larger
 
 
-def explain(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> str | None:
+def explain(x: Tensor, gate: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> str | None:
     """Say why the Triton kernel cannot serve a call, or return None."""
     named = [("x", x), ("weight", weight), ("out", out)]
     if gate is not None:
@@ -26,7 +26,7 @@ def explain(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, out: Ten
     return reason
 
 
-def rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
+def rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
     """Launch the kernel; arguments as `api.rms_norm` and `api.gated_rms_norm`."""
     from hybridspec.ops.norms.triton_norms import rms_norm_kernel
 

@@ -7,11 +7,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from hybridspec.ops._checks import dtype_name, row_alignment
+from hybridspec.ops._requests import Batch
 from hybridspec.ops._triton_support import INTEGERS, capability, explain_tensors
 from hybridspec.ops.paged_attention.append import append_rows
+from hybridspec.ops.paged_attention.call import Pages, Rows
 
 __all__ = ["PrefillLaunch", "choose_launch", "explain", "kernel_sizes", "prefill"]
 
@@ -73,24 +74,13 @@ def kernel_sizes(
     }
 
 
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    out: Tensor,
-    max_seqlen: int,
-) -> str | None:
+def explain(rows: Rows, pages: Pages, batch: Batch) -> str | None:
     """Say why the Triton kernel cannot serve a prefill call, or return None."""
-    floats = [("q", q), ("k", k), ("v", v), ("k_pages", k_pages), ("v_pages", v_pages)]
+    q, k, v, out, _ = rows
+    floats = [("q", q), ("k", k), ("v", v), ("k_pages", pages.k), ("v_pages", pages.v)]
     integers = [
-        ("page_table", page_table), ("seq_len", seq_len), ("cu_seqlens", cu_seqlens),
-        ("slots", slots),
+        ("page_table", pages.table), ("seq_len", pages.seq_len), ("cu_seqlens", batch.cu_seqlens),
+        ("slots", batch.slots),
     ]  # fmt: skip
     reason = explain_tensors([*floats, ("out", out)]) or explain_tensors(integers, INTEGERS)
     if reason is not None:
@@ -99,42 +89,32 @@ def explain(
         if tensor.dtype != q.dtype:
             kinds = dtype_name(tensor.dtype), dtype_name(q.dtype)
             return f"{name} has dtype {kinds[0]}, q has {kinds[1]}; the kernel takes one dtype"
-    if k_pages.stride() != v_pages.stride():
-        return f"v_pages has strides {v_pages.stride()}, k_pages has {k_pages.stride()}"
+    if pages.k.stride() != pages.v.stride():
+        return f"v_pages has strides {pages.v.stride()}, k_pages has {pages.k.stride()}"
     if out.stride(2) != 1:
         return f"out has strides {out.stride()}, the kernel needs a last stride of 1"
     return None
 
 
-def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    max_seqlen: int,
-    scale: float,
-    out: Tensor,
-    config: PrefillLaunch | None = None,
-) -> None:
-    """Append the rows in one launch and attend in another; arguments as `api.prefill`."""
+def prefill(rows: Rows, pages: Pages, batch: Batch, *, config: PrefillLaunch | None = None) -> None:
+    """Append the rows in one launch and attend in another; `config` overrides the choice."""
     from hybridspec.ops.paged_attention.triton_prefill import prefill_kernel
 
+    q, k, _, out, _ = rows
+    k_pages, v_pages, page_table, seq_len = pages
+    cu_seqlens, slots, max_rows = batch
     (num_rows, num_query_heads, head_dim), num_requests = q.shape, slots.shape[0]
-    append_rows(k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots)
+    append_rows(rows, pages, batch)
     if num_rows == 0 or num_requests == 0:
         out.zero_()
         return
     if config is None:
         config = choose_launch(capability(q), head_dim, q.element_size())
+    scale = rows.score_scale()
     if scale < 0:  # the kernel takes the largest score times the scale for the largest product
         q, scale = -q, -scale
     num_heads = k.shape[1]
-    num_tiles = max(-(-max_seqlen // config.block_m), 1)
+    num_tiles = max(-(-max_rows // config.block_m), 1)
     with torch.cuda.device_of(q):
         prefill_kernel[(num_tiles * num_requests * num_query_heads,)](
             q, k_pages, v_pages, out, page_table, seq_len, cu_seqlens, slots, num_rows,

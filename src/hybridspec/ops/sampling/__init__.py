@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .acceptance import accept_drafts, rejection_sample
+from .acceptance import accept_drafts
 from .choose import NO_TOKEN, choose
 from .gumbel import gumbel_noise, philox
 from .report import NUM_REPORTED, LogprobColumns, report
@@ -31,7 +31,6 @@ __all__ = [
     "is_end",
     "philox",
     "process_logits",
-    "rejection_sample",
     "report",
     "sample",
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .._backends import choose_backend
 from .._checks import Dims, check, check_dtype
-from .._library import register
-from .._triton_support import explain_tensors, triton_or_reference
+from .._library import kernel_or_reference, register
+from .._triton_support import explain_tensors
 from . import cpu
 from .table import SamplingTable, SamplingUses
 
@@ -19,11 +20,14 @@ NO_TOKEN = -1  # where nothing can be chosen
 _EVERYTHING = SamplingUses.everything()
 
 
-def _explain(logits: Tensor) -> str | None:
+def _explain(logits: Tensor, *others: object) -> str | None:
     return explain_tensors([("logits", logits)], (torch.float32,))
 
 
-_candidates = triton_or_reference(_explain)
+def _launch(*arguments: Any) -> None:
+    from hybridspec.ops.sampling import launch
+
+    launch.choose(*arguments)
 
 
 def choose(
@@ -84,19 +88,11 @@ def choose(
         probabilities as in mass.py. A row's token is a function of its logits, its slot's data and
         its offset, the same on every backend; the other rows do not matter.
     """
-    _check(
-        logits, slots, offsets, table.temperature, table.allowed_bits, table.counts, seq_len,
-        drafts, token_pages, page_table, mask,
-    )  # fmt: skip
     if out is None:
-        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    else:
-        check("out", out, "N", {"N": slots.shape[0]})
-        check_dtype("out", out, torch.int64)
-    flags = (uses or _EVERYTHING).flags()
+        out = torch.empty(slots.shape[0], dtype=torch.int64, device=slots.device)
     _choose(
-        logits, slots, offsets, table.tensors(), seq_len, drafts, token_pages, page_table, mask,
-        flags, out, backend,
+        logits, slots, offsets, table, seq_len, drafts, token_pages, page_table, mask,
+        uses or _EVERYTHING, out, backend=backend,
     )  # fmt: skip
     return out
 
@@ -113,16 +109,28 @@ _ARGUMENTS = (
     ("token_pages", "P page_size", torch.int32),
     ("page_table", "S pages", torch.int32),
     ("mask", "N words", torch.int32),
+    ("out", "N", torch.int64),
 )
-_seen: set[tuple[object, ...]] = set()  # shapes and dtypes that were found right
-_MOST_SEEN = 4096
 
 
-def _check(*tensors: Tensor | None) -> None:
-    signature = tuple([None if t is None else (t.shape, t.dtype) for t in tensors])
-    if signature in _seen:
-        return
+def _check(
+    logits: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    table: SamplingTable,
+    seq_len: Tensor,
+    drafts: Tensor,
+    token_pages: Tensor,
+    page_table: Tensor,
+    mask: Tensor | None,
+    uses: SamplingUses,
+    out: Tensor,
+) -> None:
     dims: Dims = {}
+    tensors = (
+        logits, slots, offsets, table.temperature, table.allowed_bits, table.counts, seq_len,
+        drafts, token_pages, page_table, mask, out,
+    )  # fmt: skip
     for (name, spec, dtype), tensor in zip(_ARGUMENTS, tensors, strict=True):
         if tensor is not None:
             check(name, tensor, spec, dims)
@@ -132,27 +140,6 @@ def _check(*tensors: Tensor | None) -> None:
             f"table.allowed_bits: expected [S, {-(-dims['V'] // 32)}] for {dims['V']} tokens, got "
             f"[S, {dims['words']}]"
         )
-    if len(_seen) >= _MOST_SEEN:
-        _seen.clear()
-    _seen.add(signature)
 
 
-def _dispatch(logits, slots, offsets, table, *rest) -> None:
-    *others, mask, flags, out, backend = rest
-    chosen = choose_backend("sampling.choose", backend, _candidates(logits), logits)
-    if not logits.shape[0]:
-        return
-    run = cpu.choose
-    if chosen == "triton":
-        from . import launch
-
-        run = launch.choose
-    run(logits, slots, offsets, SamplingTable.of(table), *others, mask, SamplingUses.of(flags), out)
-
-
-_choose = register(
-    "sampling_choose(Tensor(a!) logits, Tensor slots, Tensor offsets, Tensor[] table, "
-    "Tensor seq_len, Tensor drafts, Tensor token_pages, Tensor page_table, Tensor? mask, "
-    "bool[] uses, Tensor(b!) out, str backend)",
-    _dispatch,
-)
+_choose = register("sampling.choose", kernel_or_reference(_explain, _launch, cpu.choose), _check)

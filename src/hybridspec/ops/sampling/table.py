@@ -7,7 +7,7 @@ large as [slots, vocab] floats is a bit mask, a row of a pool, or a piece of a f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class SamplingUses:
     @classmethod
     def everything(cls) -> SamplingUses:
         """Say that any row may need anything."""
-        return cls.of([True] * len(fields(cls)))
+        return cls.of([True] * len(cls.__slots__))
 
     @classmethod
     def of(cls, flags: Iterable[bool]) -> SamplingUses:

@@ -1,8 +1,9 @@
-"""Plain PyTorch verify, fold and materialize: the oracle of all kernels and the CPU backend.
+"""Verify, fold and materialize in PyTorch operators: what a CPU runs, and anything else can.
 
-Requests and heads form one batch dimension; a state is only met through a view of its slot, so a
-step that does not fold neither copies nor changes it. The README beside this file derives the
-equations. On small models the cost is the number of operators called, hence the merged products.
+`naive.py` says the same in a loop, and the README beside it derives the equations. Here requests
+and heads form one batch dimension; a state is only met through a view of its slot, so a step that
+does not fold neither copies nor changes it. On small models the cost is the number of operators
+called, hence the merged products.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hybridspec.ops._library import Written
 from hybridspec.ops._requests import check_distinct, check_slots
+from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.host_batch import HostBatch
 from hybridspec.ops.gated_delta_rule.int8_state import quantise, widen
-from hybridspec.ops.gated_delta_rule.rows import Rows
 from hybridspec.ops.norms.reference import gdn_gates, widened
 from hybridspec.ops.ring.addressing import Window, append_rows, read_cursors
 from hybridspec.ops.ring.view import RingView
@@ -155,130 +158,106 @@ def delta_rows(
 
 
 def verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    ring: RingView,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    is_fold: Tensor | None,
-    out: Tensor,
-    scale: float,
-    use_qk_l2norm: bool,
-    beta_scale: float,
-    max_verify_tokens: int,
-    state_scale: Tensor | None = None,
+    rows: Written[Rows],
+    gates: Gates,
+    state: Written[State],
+    ring: Written[RingView],
+    batch: Batch,
 ) -> None:
     """Check T_b rows of each request; see `hybridspec.ops.gated_delta_rule.verify`."""
-    rows = Rows.read(
-        cu_seqlens, slots, num_rows=q.shape[0], num_slots=state.shape[0],
-        max_verify_tokens=max_verify_tokens,
+    q, k, v, a, b, out = rows
+    assert batch.cu_seqlens is not None and batch.slots is not None
+    host = HostBatch.read(
+        batch.cu_seqlens, batch.slots, num_rows=q.shape[0], num_slots=state.values.shape[0],
+        max_verify_tokens=batch.max_rows,
     )  # fmt: skip
-    if not rows.slots:
+    if not host.slots:
         out.zero_()
         return
-    dtype = compute_dtype(q, a, state)
-    starts, lengths = read_cursors(ring, rows.slots, rows.lengths)
-    window = Window.read(ring, rows.slots, starts, lengths, dtype)
+    dtype = compute_dtype(q, a, state.values)
+    starts, lengths = read_cursors(ring, host.slots, host.lengths)
+    window = Window.read(ring, host.slots, starts, lengths, dtype)
 
-    x = widened(torch.cat((rows.by_head(k), rows.by_head(q)), 1), dtype)
-    if use_qk_l2norm:
+    x = widened(torch.cat((host.by_head(k), host.by_head(q)), 1), dtype)
+    if gates.use_qk_l2norm:
         normalise_(x)
-    keys = x.narrow(1, 0, rows.size)
-    log_decay, beta = gdn_gates(widened(a, dtype), b, A_log, dt_bias, beta_scale)
-    cum = rows.by_head(log_decay)
-    if rows.size > 1:
+    keys = x.narrow(1, 0, host.size)
+    log_decay, beta = gdn_gates(widened(a, dtype), b, gates.A_log, gates.dt_bias, gates.beta_scale)
+    cum = host.by_head(log_decay)
+    if host.size > 1:
         cum = cum.cumsum(1)
 
     def read_slot(weighted: Tensor, slot: int) -> Tensor:
-        return read_state(weighted, state[slot], _factors(state_scale, slot))
+        return read_state(weighted, state.values[slot], _factors(state, slot))
 
     def read(weighted: Tensor) -> Tensor:
-        if len(rows.slots) == 1:
-            return read_slot(weighted, rows.slots[0])
-        parts = weighted.unflatten(0, (len(rows.slots), -1)).unbind()
-        return torch.cat([read_slot(x, slot) for x, slot in zip(parts, rows.slots, strict=True)])
+        if len(host.slots) == 1:
+            return read_slot(weighted, host.slots[0])
+        parts = weighted.unflatten(0, (len(host.slots), -1)).unbind()
+        return torch.cat([read_slot(x, slot) for x, slot in zip(parts, host.slots, strict=True)])
 
-    values = widened(rows.by_head(v), dtype)
+    values = widened(host.by_head(v), dtype)
     since = cum + window.total
-    u, y = delta_rows(x, keys, values, cum, since, rows.by_head(beta), window, read, scale)
-    rows.pack(y, out)
+    scale = gates.output_scale(k.shape[2])
+    u, y = delta_rows(x, keys, values, cum, since, host.by_head(beta), window, read, scale)
+    host.pack(y, out)
 
-    if is_fold is not None:
-        flags = is_fold.tolist()
-        folding = [i for i, request in enumerate(rows.requests) if flags[request]]
+    if batch.is_fold is not None:
+        flags = batch.is_fold.tolist()
+        folding = [i for i, request in enumerate(host.requests) if flags[request]]
         if folding:
-            _fold_requests(state, state_scale, window, rows, lengths, folding)
-            by_request = (len(rows.slots), -1, rows.size)
+            _fold_requests(state, window, host.slots, lengths, folding)
+            by_request = (len(host.slots), -1, host.size)
             since.view(by_request)[folding] = cum.reshape(by_request)[folding]
     capacity = ring.k.shape[2]
     free = [(start + n) % capacity for start, n in zip(starts, lengths, strict=True)]
-    append_rows(ring.k, keys, rows.slots, free, rows.lengths)
-    append_rows(ring.u, u, rows.slots, free, rows.lengths)
-    append_rows(ring.cum_log_decay, since, rows.slots, free, rows.lengths)
+    for pool, appended in ((ring.k, keys), (ring.u, u), (ring.cum_log_decay, since)):
+        append_rows(pool, appended, host.slots, free, host.lengths)
 
 
-def _factors(state_scale: Tensor | None, slot: int) -> Tensor | None:
-    return None if state_scale is None else state_scale[slot]
+def _factors(state: State, slot: int) -> Tensor | None:
+    return None if state.scale is None else state.scale[slot]
 
 
 def _fold_requests(
-    state: Tensor,
-    state_scale: Tensor | None,
-    window: Window,
-    rows: Rows,
-    lengths: list[int],
-    folding: list[int],
+    state: State, window: Window, slots: list[int], lengths: list[int], folding: list[int]
 ) -> None:
     """Absorb the windows of some requests into their checkpoints."""
-    count = len(rows.slots)
-    k, u, cum = (
-        rows_by_head.unflatten(0, (count, -1)) for rows_by_head in (window.k, window.u, window.cum)
-    )
+    k, u, cum = (by_head.unflatten(0, (len(slots), -1)) for by_head in window[:3])
     for i in folding:
-        n, slot = lengths[i], rows.slots[i]
-        factors = _factors(state_scale, slot)
-        absorb(state[slot], k[i, :, :n], u[i, :, :n], cum[i, :, :n], factors)
+        n, slot = lengths[i], slots[i]
+        mine = (k[i, :, :n], u[i, :, :n], cum[i, :, :n])
+        absorb(state.values[slot], *mine, _factors(state, slot))
 
 
 def materialize(
-    state: Tensor,
-    ring: RingView,
-    slots: list[int],
-    out_slots: list[int],
-    num_rows: list[int],
-    state_scale: Tensor | None = None,
+    state: Written[State], ring: RingView, slots: Tensor, out_slots: Tensor, num_rows: Tensor
 ) -> None:
     """Write the state after the first live rows of each slot; see the public function."""
-    dtype = compute_dtype(state)
-    check_slots("slots", slots, state.shape[0])
-    check_slots("out_slots", out_slots, state.shape[0])
+    _materialize(state, ring, slots.tolist(), out_slots.tolist(), num_rows.tolist())
+
+
+def fold(state: Written[State], ring: RingView, slots: Tensor, is_fold: Tensor) -> None:
+    """Fold the live windows of the marked requests; see the public function."""
+    pairs = zip(slots.tolist(), is_fold.tolist(), strict=True)
+    marked = [slot for slot, flag in pairs if flag and slot >= 0]
+    check_distinct(marked)
+    _materialize(state, ring, marked, marked, [ring.k.shape[2]] * len(marked))
+
+
+def _materialize(
+    state: State, ring: RingView, slots: list[int], out_slots: list[int], num_rows: list[int]
+) -> None:
+    values = state.values
+    check_slots("slots", slots, values.shape[0])
+    check_slots("out_slots", out_slots, values.shape[0])
     calls = [call for call in zip(slots, out_slots, num_rows, strict=True) if min(call[:2]) >= 0]
     check_distinct([target for _, target, _ in calls], "out_slots")
     starts, lengths = read_cursors(ring, [slot for slot, _, _ in calls], [0] * len(calls))
     for (slot, target, asked), start, length in zip(calls, starts, lengths, strict=True):
         n = max(0, min(asked, length))
-        window = Window.read(ring, [slot], [start], [n], dtype)
+        window = Window.read(ring, [slot], [start], [n], compute_dtype(values))
         if target != slot:
-            for pool in (state,) if state_scale is None else (state, state_scale):
+            for pool in filter(torch.is_tensor, state):
                 pool[target].copy_(pool[slot])
-        absorb(state[target], window.k, window.u, window.cum, _factors(state_scale, target))
-
-
-def fold(
-    state: Tensor,
-    ring: RingView,
-    slots: Tensor,
-    is_fold: Tensor,
-    state_scale: Tensor | None = None,
-) -> None:
-    """Fold the live windows of the marked requests; see the public function."""
-    pairs = zip(slots.tolist(), is_fold.tolist(), strict=True)
-    marked = [slot for slot, flag in pairs if flag and slot >= 0]
-    check_distinct(marked)
-    materialize(state, ring, marked, marked, [ring.k.shape[2]] * len(marked), state_scale)
+        absorb(values[target], window.k, window.u, window.cum, _factors(state, target))

@@ -1,17 +1,18 @@
-"""Plain PyTorch form of norm and rotation: oracle of the kernel, and what runs without one."""
+"""Norm and rotation in PyTorch operators: what runs without the kernel."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from hybridspec.ops._library import Written
 from hybridspec.ops.norms import RmsNorm
 
 __all__ = ["norm_and_rotate", "rotate_"]
 
 
 def norm_and_rotate(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, out: Tensor
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Written[Tensor], eps: float
 ) -> None:
     """See `api.norm_and_rotate`."""
     heads = RmsNorm(weight, eps).wide(x)

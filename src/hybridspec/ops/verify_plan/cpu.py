@@ -1,14 +1,16 @@
-"""Plain PyTorch meaning of row selection, building and compaction; the oracle of the kernels."""
+"""Row selection, building and compaction in PyTorch operators."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .._requests import check_slots
-from ..ring.fold_rule import first_fold_length
-from .step import Step
-from .views import SamplingColumns
+from hybridspec.ops._library import Written
+from hybridspec.ops._requests import check_slots
+from hybridspec.ops.ring.fold_rule import first_fold_length
+from hybridspec.ops.verify_plan.call import Cursors, Drafts, Entries
+from hybridspec.ops.verify_plan.sampling_columns import SamplingColumns
+from hybridspec.ops.verify_plan.step import Step
 
 __all__ = [
     "build_params",
@@ -49,15 +51,14 @@ def survival_scores(confidences: Tensor, calibration: Tensor | None) -> Tensor:
 
 
 def select_rows(
-    confidences: Tensor,
+    drafts: Drafts,
     slots: Tensor,
     num_rows: int,
-    num_drafts: Tensor | None,
-    calibration: Tensor | None,
-    cu_seqlens: Tensor,
-    workspace: Tensor,
+    cu_seqlens: Written[Tensor],
+    workspace: Written[Tensor],
 ) -> None:
     """Write `cu_seqlens` [B'+1] with B' >= B; see api.py. The workspace is not needed."""
+    confidences, num_drafts, calibration = drafts
     num_requests, k = confidences.shape
     is_live = slots >= 0
     is_draft = is_live[:, None].expand(num_requests, k)
@@ -76,17 +77,17 @@ def select_rows(
     cu_seqlens[num_requests + 1 :] = cu_seqlens[num_requests]
 
 
-def build_params(
-    token_ids: Tensor,
-    slots: Tensor,
-    seq_len: Tensor,
-    history_len: Tensor,
-    ring_start: Tensor | None,
-    max_window: int,
-    plan: Step,
-) -> None:
+def build_params(token_ids: Tensor, slots: Tensor, cursors: Cursors, plan: Written[Step]) -> None:
     """Fill `plan` from its own `cu_seqlens`; see api.py."""
+    seq_len, history_len, ring_start, max_window = cursors
     num_requests, tokens_per_request = token_ids.shape
+    if num_requests == 0:
+        zeros = ("num_verify_tokens", "kv_len", "is_fold", "token_ids", "positions")
+        for name in zeros:
+            getattr(plan, name).zero_()
+        plan.slots.fill_(-1)
+        plan.sources.fill_(-1)
+        return
     check_slots("slots", slots.tolist(), seq_len.shape[0])
     counts = plan.cu_seqlens.diff()[:num_requests]
     is_live = slots >= 0
@@ -118,45 +119,34 @@ def build_params(
 
 
 def plan_step(
-    confidences: Tensor,
+    drafts: Drafts,
     token_ids: Tensor,
     slots: Tensor,
-    seq_len: Tensor,
-    history_len: Tensor,
-    ring_start: Tensor | None,
+    cursors: Cursors,
     num_rows: int,
-    num_drafts: Tensor | None,
-    calibration: Tensor | None,
-    max_window: int,
-    plan: Step,
+    plan: Written[Step],
 ) -> None:
     """Select, then build; see api.py."""
-    if not slots.is_cuda and _plan_all(
-        token_ids, slots, seq_len, history_len, ring_start, num_rows, num_drafts, max_window, plan
-    ):
+    if not slots.is_cuda and _plan_all(drafts, token_ids, slots, cursors, num_rows, plan):
         return
-    select_rows(
-        confidences, slots, num_rows, num_drafts, calibration, plan.cu_seqlens, plan.workspace
-    )
-    build_params(token_ids, slots, seq_len, history_len, ring_start, max_window, plan)
+    select_rows(drafts, slots, num_rows, plan.cu_seqlens, plan.workspace)
+    build_params(token_ids, slots, cursors, plan)
+
+
+def _one_at_least(values: Tensor) -> Tensor:
+    """The same, or one row of zeros for hold rows to look at where there is none."""
+    return values if values.shape[0] else values.new_zeros(1, *values.shape[1:])
 
 
 def _plan_all(
-    token_ids: Tensor,
-    slots: Tensor,
-    seq_len: Tensor,
-    history_len: Tensor,
-    ring_start: Tensor | None,
-    num_rows: int,
-    num_drafts: Tensor | None,
-    max_window: int,
-    plan: Step,
+    drafts: Drafts, token_ids: Tensor, slots: Tensor, cursors: Cursors, num_rows: int, plan: Step
 ) -> bool:
     """Lay out every draft on a CPU, where Python is quicker than forty operators of a few numbers.
 
     Returns:
         False, with nothing written, if the budget does not hold them all.
     """
+    num_drafts, (seq_len, history_len, ring_start, max_window) = drafts.num_drafts, cursors
     numbers, (num_requests, tokens_per_request) = slots.tolist(), token_ids.shape
     check_slots("slots", numbers, seq_len.shape[0])
     limits = [tokens_per_request - 1] * num_requests
@@ -193,33 +183,36 @@ def _plan_all(
         (plan.positions, positions + [0] * hold),
         (plan.sources, sources + [-1] * hold),
     ):
-        tensor.copy_(torch.tensor(values))
+        tensor.copy_(torch.tensor(values, device=slots.device))
     return True
 
 
-def compact_hidden(hidden: Tensor, sources: Tensor, out: Tensor) -> None:
+def compact_hidden(hidden: Tensor, sources: Tensor, out: Written[Tensor]) -> None:
     """out[i] = hidden[sources[i]], zeros where that is negative."""
     is_owned = (sources >= 0)[:, None]
-    out.copy_(torch.where(is_owned, hidden[sources.clamp(min=0).long()], 0))
+    out.copy_(torch.where(is_owned, _one_at_least(hidden)[sources.clamp(min=0).long()], 0))
 
 
 def compact_sampling(
-    requests: SamplingColumns, sources: Tensor, rows_per_request: int, rows: SamplingColumns
+    requests: SamplingColumns,
+    sources: Tensor,
+    rows_per_request: int,
+    rows: Written[SamplingColumns],
 ) -> None:
     """Spread request entries over their rows; hold rows are greedy with every filter off."""
     is_owned = sources >= 0
     request = sources.clamp(min=0).long() // rows_per_request
     for name in SamplingColumns.__slots__:
         off = 1 if name == "top_p" else 0
-        chosen = getattr(requests, name)[request]
+        chosen = _one_at_least(getattr(requests, name))[request]
         getattr(rows, name).copy_(torch.where(is_owned, chosen, off))
 
 
 def compact_groups(
-    requests: Tensor, seq_len: Tensor, marks: Tensor, hold_request: int, out: list[Tensor]
+    requests: Tensor, seq_len: Tensor, marks: Tensor, hold_request: int, out: Written[Entries]
 ) -> None:
-    """Entry i of `out` = (mark, seq_len, request) of the i-th group end; see groups.py."""
-    num_entries = out[0].shape[0]
+    """Entry i of `out` = (mark, seq_len, request) of the i-th group end; see entries.py."""
+    num_entries = out.request.shape[0]
     is_end = marks > 0
     # Rows that end no group, and groups without an entry, go to one entry more, which is cut off.
     entry = torch.where(is_end, is_end.cumsum(0) - 1, num_entries).clamp(max=num_entries)
@@ -230,6 +223,6 @@ def compact_groups(
         tensor.copy_(padded.scatter_(0, entry, values.to(tensor.dtype))[:num_entries])
 
 
-def copy_page_table(page_table: Tensor, source: Tensor, requests: Tensor) -> None:
+def copy_page_table(page_table: Written[Tensor], source: Tensor, requests: Tensor) -> None:
     """page_table[i] = source[requests[i], :width]."""
     page_table.copy_(source[:, : page_table.shape[1]][requests.long()])

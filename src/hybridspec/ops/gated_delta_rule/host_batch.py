@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hybridspec.ops._requests import check_distinct, check_lengths, read_batch
 
-__all__ = ["Rows"]
+__all__ = ["HostBatch"]
 
 
-class Rows(NamedTuple):
+class HostBatch(NamedTuple):
     """The requests that have rows.
 
     Attributes:
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
         num_rows: int,
         num_slots: int,
         max_verify_tokens: int,
-    ) -> Rows:
+    ) -> HostBatch:
         """Read the batch; raises ValueError as `read_batch`, and for a slot that occurs twice."""
         bounds, numbers = read_batch(cu_seqlens, slots, num_rows=num_rows, num_slots=num_slots)
         live = [i for i, slot in enumerate(numbers) if slot >= 0 and bounds[i + 1] > bounds[i]]

@@ -1,4 +1,4 @@
-"""Plain PyTorch form of attention over key/value pages: oracle of the kernels, and CPU path.
+"""Attention over key/value pages in PyTorch operators: what a CPU runs.
 
 Rows are appended first and then read back from the pages, so that fresh and stored keys have gone
 through the same rounding: four rows in one step and in four steps see the same numbers.
@@ -12,72 +12,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridspec.ops._requests import Request, live_requests
+from hybridspec.ops._library import Written
+from hybridspec.ops._requests import Batch, Request, live_requests
 from hybridspec.ops.norms import widened
+from hybridspec.ops.paged_attention.call import Pages, Rows
 
 __all__ = ["prefill", "verify"]
 
 _MAX_MASK_ELEMENTS = 1 << 22
 
 
-def verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    max_verify_tokens: int,
-    scale: float,
-    out: Tensor,
-) -> None:
+def verify(rows: Written[Rows], pages: Written[Pages], batch: Batch) -> None:
     """Append the rows, then attend; see `api.verify`."""
+    q, out, scale = rows.q, rows.out, rows.score_scale()
     requests = live_requests(
-        cu_seqlens,
-        slots,
-        seq_len,
-        num_rows=q.shape[0],
-        max_rows=max_verify_tokens,
-        max_name="max_verify_tokens",
+        batch, pages.seq_len, num_rows=q.shape[0], max_name="max_verify_tokens"
     )
     _zero_rows_of_nobody(out, requests)
-    num_heads = k.shape[1]
+    num_heads = rows.k.shape[1]
     for request in requests:
-        keys, values = _append_and_read(k, v, k_pages, v_pages, page_table, request, q.dtype)
+        keys, values = _append_and_read(rows, pages, request)
         result = _attend_few(_by_group(_rows_of(request, q), num_heads), keys, values, scale)
         _by_group(_rows_of(request, out), num_heads).copy_(result)
 
 
-def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    max_seqlen: int,
-    scale: float,
-    out: Tensor,
-) -> None:
+def prefill(rows: Written[Rows], pages: Written[Pages], batch: Batch) -> None:
     """Append the rows, then attend in blocks of queries; see `api.prefill`."""
-    requests = live_requests(
-        cu_seqlens,
-        slots,
-        seq_len,
-        num_rows=q.shape[0],
-        max_rows=max_seqlen,
-        max_name="max_seqlen",
-    )
+    q, out, scale = rows.q, rows.out, rows.score_scale()
+    requests = live_requests(batch, pages.seq_len, num_rows=q.shape[0], max_name="max_seqlen")
     _zero_rows_of_nobody(out, requests)
-    num_heads = k.shape[1]
+    num_heads = rows.k.shape[1]
     for request in requests:
-        keys, values = _append_and_read(k, v, k_pages, v_pages, page_table, request, q.dtype)
+        keys, values = _append_and_read(rows, pages, request)
         start, stop, _, position = request
         length = position + stop - start
         # Without a prefix SDPA masks by itself; else a mask is needed, and blocks bound its size.
@@ -126,36 +92,28 @@ def _attend_many(queries: Tensor, keys: Tensor, values: Tensor, scale: float) ->
     )
 
 
-def _append_and_read(
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    request: Request,
-    activation_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def _append_and_read(rows: Rows, pages: Pages, request: Request) -> tuple[Tensor, Tensor]:
     """Store a request's rows and return all its keys and values, [Hkv, L, D] each."""
     start, stop, slot, position = request
-    num_pages, page_size = k_pages.shape[:2]
+    num_pages, page_size = pages.k.shape[:2]
     length = position + stop - start
     num_live = -(-length // page_size)
-    if num_live > page_table.shape[1]:
+    if num_live > pages.table.shape[1]:
         raise ValueError(
             f"page_table: expected room for {length} positions in slot {slot}, got "
-            f"{page_table.shape[1]} pages of {page_size}"
+            f"{pages.table.shape[1]} pages of {page_size}"
         )
-    table = page_table[slot, :num_live]
-    pages = table.tolist()
-    if min(pages) < 0 or max(pages) >= num_pages:
+    table = pages.table[slot, :num_live]
+    numbers = table.tolist()
+    if min(numbers) < 0 or max(numbers) >= num_pages:
         raise ValueError(
             f"page_table: expected pages in [0, {num_pages}) for the {length} live positions of "
-            f"slot {slot}, got {pages}"
+            f"slot {slot}, got {numbers}"
         )
-    dtype = torch.float64 if activation_dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if rows.q.dtype == torch.float64 else torch.float32
     keys, values = (
-        _append_and_view(rows, pool, position, pages, table)
-        for rows, pool in ((_rows_of(request, k), k_pages), (_rows_of(request, v), v_pages))
+        _append_and_view(_rows_of(request, new), pool, position, numbers, table)
+        for new, pool in ((rows.k, pages.k), (rows.v, pages.v))
     )
     return widened(keys, dtype), widened(values, dtype)
 

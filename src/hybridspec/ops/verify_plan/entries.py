@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import Dims, check, check_dtype
-from . import operators
+from hybridspec.ops._checks import (
+    INTEGERS,
+    Dims,
+    check,
+    check_dtype,
+)
+from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops.verify_plan import cpu, launch
+from hybridspec.ops.verify_plan.call import Entries
 
 __all__ = ["compact_groups", "copy_page_table"]
-
-_INTEGERS = (torch.int32, torch.int64)
 
 
 def compact_groups(
@@ -46,18 +51,17 @@ def compact_groups(
     dims: Dims = {}
     for name, tensor in (("requests", requests), ("seq_len", seq_len), ("marks", marks)):
         check(name, tensor, "n", dims)
-        check_dtype(name, tensor, *_INTEGERS)
+        check_dtype(name, tensor, *INTEGERS)
     if num_entries < 0:
         raise ValueError(f"num_entries: expected at least 0, got {num_entries}")
     if not marks.is_cuda and int((marks > 0).sum()) > num_entries:
         raise ValueError(
             f"num_entries: expected room for {int((marks > 0).sum())} groups, got {num_entries}"
         )
-    out = [torch.empty(num_entries, dtype=torch.int32, device=marks.device) for _ in range(3)]
-    operators.compact_groups(
-        requests.contiguous(), seq_len.contiguous(), marks.contiguous(), hold_request, out, backend
-    )
-    return out[0], out[1], out[2]
+    columns = [part.contiguous() for part in (requests, seq_len, marks)]
+    out = Entries(*marks.new_empty(3, num_entries, dtype=torch.int32))
+    _compact_groups(*columns, hold_request, out, backend=backend)
+    return out
 
 
 def copy_page_table(
@@ -75,16 +79,38 @@ def copy_page_table(
         ValueError, TypeError: if a shape or dtype is wrong.
         UnsupportedError: if the backend cannot serve the call.
     """
+    _copy_page_table(page_table, source, requests.contiguous(), backend=backend)
+
+
+def _check_copy_page_table(page_table: Tensor, source: Tensor, requests: Tensor) -> None:
     dims: Dims = {}
     check("page_table", page_table, "B width", dims)
     check("source", source, "S pages", dims)
     check("requests", requests, "B", dims)
-    check_dtype("page_table", page_table, *_INTEGERS)
-    check_dtype("source", source, *_INTEGERS)
-    check_dtype("requests", requests, *_INTEGERS)
+    check_dtype("page_table", page_table, *INTEGERS)
+    check_dtype("source", source, *INTEGERS)
+    check_dtype("requests", requests, *INTEGERS)
     if dims["pages"] < dims["width"]:
         raise ValueError(
             f"source: expected at least {dims['width']} columns as page_table has, "
             f"got {dims['pages']}"
         )
-    operators.copy_page_table(page_table, source, requests.contiguous(), backend)
+
+
+_compact_groups = register(
+    "verify_plan.compact_groups",
+    kernel_or_reference(
+        lambda requests, *others: launch.explain(requests),
+        launch.compact_groups,
+        cpu.compact_groups,
+    ),
+)
+_copy_page_table = register(
+    "verify_plan.copy_page_table",
+    kernel_or_reference(
+        lambda page_table, *others: launch.explain(page_table),
+        launch.copy_page_table,
+        cpu.copy_page_table,
+    ),
+    _check_copy_page_table,
+)
