@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._backends import choose_backend
-from .._checks import Dims, check, check_dtype
+from .._checks import Dims, check, check_dtype, check_last_stride
 from .._library import register
 from .._triton_support import explain_tensors, triton_or_reference
 from . import cpu
@@ -95,18 +95,22 @@ def choose(
     check("drafts", drafts, "S k", dims)
     check("token_pages", token_pages, "P page_size", dims)
     check("page_table", page_table, "S pages", dims)
-    for name, tensor in (("slots", slots), ("offsets", offsets), ("seq_len", seq_len)):
-        check_dtype(name, tensor, torch.int32)
     check_dtype("drafts", drafts, torch.int64)
-    check_dtype("token_pages", token_pages, torch.int32)
-    check_dtype("page_table", page_table, torch.int32)
+    integers = {"slots": slots, "offsets": offsets, "seq_len": seq_len}
+    for name, tensor in {**integers, "token_pages": token_pages, "page_table": page_table}.items():
+        check_dtype(name, tensor, torch.int32)
+        check_last_stride(name, tensor)
+    check_last_stride("logits", logits)
+    check_last_stride("drafts", drafts)
     if mask is not None:
         check("mask", mask, f"N {-(-dims['V'] // 32)}", dims)
         check_dtype("mask", mask, torch.int32)
+        check_last_stride("mask", mask)
     if out is None:
         out = torch.empty(dims["N"], dtype=torch.int64, device=logits.device)
     check("out", out, "N", dims)
     check_dtype("out", out, torch.int64)
+    check_last_stride("out", out)
     flags = (uses or _EVERYTHING).flags()
     _choose(
         logits, slots, offsets, table.tensors(), seq_len, drafts, token_pages, page_table, mask,
