@@ -66,11 +66,10 @@ def prefill_kernel(
     m_mask = rows < length
     out_ptr += head * out_stride_h
     out_rows = out_ptr + (first + rows) * out_stride_n
-    zeros = tl.zeros([COLUMNS], out_ptr.dtype.element_ty)
     for row in range(rows_end + tile * num_requests + request, num_rows, num_requests * num_tiles):
         for c in tl.static_range(CHUNKS):
             nobody = out_ptr + row * tl.cast(out_stride_n, tl.int64) + c * COLUMNS + columns
-            tl.store(nobody, zeros)
+            tl.store(nobody, tl.zeros([COLUMNS], out_ptr.dtype.element_ty))
     if slot < 0:
         for c in tl.static_range(CHUNKS):
             ptrs = out_rows[:, None] + (c * COLUMNS + columns)[None, :]
@@ -120,8 +119,7 @@ def prefill_kernel(
             for c in tl.static_range(CHUNKS):
                 scores = tl.dot(q[c], tl.trans(k[c]), scores, input_precision="ieee")
             if phase:
-                is_seen = keys[None, :] <= position + rows[:, None]
-                scores = tl.where(is_seen, scores, float("-inf"))
+                scores = tl.where(keys[None, :] <= position + rows[:, None], scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
             weights = tl.exp2(scores * scale_log2 - new_peak[:, None])
             decay = tl.exp2(peak - new_peak)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from hybridspec.ops.verify_plan.api import (
     build_params,
-    compact_hidden,
-    compact_sampling,
     plan_step,
     select_rows,
     survival_scores,
 )
+from hybridspec.ops.verify_plan.compact import compact_hidden, compact_sampling
 from hybridspec.ops.verify_plan.entries import compact_groups, copy_page_table
 from hybridspec.ops.verify_plan.sampling_columns import SamplingColumns
 from hybridspec.ops.verify_plan.step import Step
