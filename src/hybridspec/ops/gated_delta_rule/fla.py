@@ -136,6 +136,7 @@ def _explain(rows: Rows, gates: Gates, state: State, batch: Batch, chunk_size: i
         return f"the key size is {k.shape[2]}, flash-linear-attention takes up to {_MAX_KEY_DIM}"
     if chunk_size != _CHUNK_SIZE:
         return f"chunk_size is {chunk_size}, flash-linear-attention is used with {_CHUNK_SIZE}"
+    assert batch.slots is not None  # prompts name theirs
     if batch.slots.shape[0] > _MAX_REQUESTS:
         return f"slots: {batch.slots.shape[0]} requests, the kernels take up to {_MAX_REQUESTS}"
     found = library()
@@ -149,6 +150,7 @@ def prefill(
     run = library()
     assert not isinstance(run, str)
     q, out, cu_seqlens, slots = rows.q, rows.out, batch.cu_seqlens, batch.slots
+    assert slots is not None
     if q.shape[0] == 0 or slots.shape[0] == 0:
         out.zero_()
         return
