@@ -157,6 +157,8 @@ class Api:
     # What is told about the server
 
     async def health(self, http: HttpRequest) -> Response:
+        if self._stepper is not None and not self._stepper.is_alive:
+            raise ApiError(503, "the engine's thread has ended", code="dead")
         return Response()
 
     async def ready(self, http: HttpRequest) -> Response:

@@ -86,9 +86,11 @@ def choose_and_accept(
     logits = decoder.model.logits(hidden)
     raw = None if asks.num_logprobs is None else logits.clone()  # choosing may edit them
     width = step.max_seqlen
-    owner = torch.div(step.sources, width, rounding_mode="floor")
-    slots = torch.where(owner >= 0, step.slots[owner], -1)
-    offsets = step.sources - owner * width
+    # A hold row has source -1, so it is told apart by its sign; its owner is the last request.
+    owner, offsets = step.sources // width, step.sources % width
+    slots = step.slots.index_select(0, owner % step.slots.shape[0])
+    if step.sources.is_cuda:
+        slots = torch.where(owner >= 0, slots, -1)
     chosen = choose_tokens(decoder, logits, slots, offsets, asks, seq_len=seq_len)
     if decoder.forced is not None and width > 1:
         column = offsets.clamp(0, requests.most_drafts - 1)

@@ -29,10 +29,13 @@ def wanted_drafts(decoder: Decoder, slots: Tensor) -> Tensor:
 
     No more than it wants, none past its last position, none once it is done.
     """
-    requests = decoder.requests
-    room = requests.last_position[slots] - decoder.pools.seq_len[slots] - 1
-    wanted = torch.minimum(requests.draft_limit[slots], room).clamp(min=0)
-    return torch.where((slots >= 0) & (requests.is_done[slots] == 0), wanted, 0)
+    requests, seq_len = decoder.requests, decoder.pools.seq_len
+    rows = requests.rows_of(slots)
+    newest = seq_len.index_select(0, rows.clamp(max=requests.num_slots - 1))
+    room = requests.last_position.index_select(0, rows) - newest - 1
+    wanted = torch.minimum(requests.draft_limit.index_select(0, rows), room).clamp_(min=0)
+    # The scratch row is done, so padding wants nothing.
+    return torch.where(requests.is_done.index_select(0, rows) == 0, wanted, 0)
 
 
 class NoDrafter:
@@ -85,7 +88,8 @@ class MtpDrafter:
         """Propose tokens one after the other and store them; arguments as in `Drafter`."""
         requests, pools = decoder.requests, self.pools
         wanted = wanted_drafts(decoder, slots)
-        requests.num_drafts[slots] = wanted
+        rows = requests.rows_of(slots).long()
+        requests.num_drafts.index_copy_(0, rows, wanted)
         counts = None if slots.is_cuda else wanted.tolist()
         hidden, tokens, cursor = last_hidden, slots, pools.seq_len.clone()
         memory = replace(self.memory, seq_len=cursor)
@@ -96,7 +100,7 @@ class MtpDrafter:
                 counts = [counts[b] for b in keep]
                 if not keep:
                     return
-                slots, hidden, tokens = slots[keep], hidden[keep], tokens[keep]
+                slots, rows, hidden, tokens = slots[keep], rows[keep], hidden[keep], tokens[keep]
             live = slots if counts is not None else torch.where(wanted > j, slots, -1)
             if j > 0:
                 hidden = self.head.forward(tokens, hidden, _single_rows(live, cursor), memory)
@@ -106,17 +110,19 @@ class MtpDrafter:
             tokens = choose_tokens(
                 decoder, logits, live, torch.full_like(live, j), asks, seq_len=pools.seq_len
             ).clamp_(min=0)
-            requests.next_tokens[:, 1 + j][live] = tokens
+            requests.next_tokens.select(1, 1 + j).index_copy_(0, rows, tokens)
             if decoder.forced is not None:
                 at = pools.seq_len[live].long() + 1 + j
-                requests.confidences[:, j][live] = decoder.forced.confidence(live, at, j)
+                sure = decoder.forced.confidence(live, at, j)
+                requests.confidences.select(1, j).index_copy_(0, rows, sure)
             elif probs is not None:
-                requests.confidences[:, j][live] = probs.gather(1, tokens[:, None])[:, 0]
+                sure = probs.gather(1, tokens[:, None])[:, 0]
+                requests.confidences.select(1, j).index_copy_(0, rows, sure)
 
 
 def _single_rows(slots: Tensor, cursor: Tensor) -> Step:
     """Lay out one row per request, at its cursor; -1 is nobody's."""
-    position = cursor[slots]
+    position = cursor.index_select(0, slots.clamp(min=0))
     if slots.is_cuda:
         position = torch.where(slots >= 0, position, 0)
     rows = torch.arange(slots.shape[0] + 1, dtype=torch.int32, device=slots.device)

@@ -28,16 +28,17 @@ def plan_rows(decoder: Decoder, lanes: Tensor, step: Step, *, num_rows: int) -> 
         `lanes` with -1 where a request is done, which has no rows, [B] int32.
     """
     pools, requests = decoder.pools, decoder.requests
-    slots = torch.where(requests.is_done[lanes] == 0, lanes, -1)
+    rows = requests.rows_of(lanes)
+    slots = torch.where(requests.is_done.index_select(0, rows) == 0, lanes, -1)
     plan_step(
-        requests.confidences[lanes],
-        requests.next_tokens[lanes],
+        requests.confidences.index_select(0, rows),
+        requests.next_tokens.index_select(0, rows),
         slots,
         pools.seq_len,
         pools.history_len,
         ring_start=pools.ring_start,
         num_rows=num_rows,
-        num_drafts=requests.num_drafts[lanes],
+        num_drafts=requests.num_drafts.index_select(0, rows),
         max_window=pools.specs.options.max_window,
         plan=step,
     )

@@ -128,6 +128,10 @@ class RequestTable:
         """Slots S, the scratch row aside."""
         return self.is_done.shape[0] - 1
 
+    def rows_of(self, slots: Tensor) -> Tensor:
+        """Return the rows of slots, the scratch row for -1; int32 like `slots`, never negative."""
+        return slots.remainder(self.num_slots + 1)
+
     @property
     def most_drafts(self) -> int:
         """Most drafts k of one request."""

@@ -76,15 +76,17 @@ def _check_copy_slots(src_slots: Tensor, dst_slots: Tensor, pools: list[Tensor])
     check_marks({}, src_slots=src_slots, dst_slots=dst_slots)
 
 
-def _check_reset_slots(slots: Tensor, pools: list[Tensor]) -> None:
-    check_marks({}, slots=slots)
-
-
 _copy_slots = register(
     "ring.copy_slots",
     kernel_or_reference(launch.explain_slots, launch.copy_slots, cpu.copy_slots),
     _check_copy_slots,
 )
+
+
+def _check_reset_slots(slots: Tensor, pools: list[Tensor]) -> None:
+    check_marks({}, slots=slots)
+
+
 _reset_slots = register(
     "ring.reset_slots",
     kernel_or_reference(launch.explain_slots, launch.reset_slots, cpu.reset_slots),

@@ -181,12 +181,26 @@ def _check_decide_folds(
     check_option("max_window", max_window, int, low=1)
 
 
+_decide_folds = register(
+    "ring.decide_folds",
+    kernel_or_reference(launch.explain_cursors, launch.decide_folds, cpu.decide_folds),
+    _check_decide_folds,
+)
+
+
 def _check_commit(
     seq_len: Tensor, windows: Windows, marks: Marks, num_committed: Tensor, ring_capacity: int
 ) -> None:
     check_cursors({}, seq_len=seq_len, **windows._asdict())
     check_marks({}, **marks._asdict(), num_committed=num_committed)
     check_capacity(ring_capacity)
+
+
+_commit = register(
+    "ring.commit",
+    kernel_or_reference(launch.explain_cursors, launch.commit, cpu.commit),
+    _check_commit,
+)
 
 
 def _check_restart_windows(
@@ -197,16 +211,6 @@ def _check_restart_windows(
     check_capacity(ring_capacity)
 
 
-_decide_folds = register(
-    "ring.decide_folds",
-    kernel_or_reference(launch.explain_cursors, launch.decide_folds, cpu.decide_folds),
-    _check_decide_folds,
-)
-_commit = register(
-    "ring.commit",
-    kernel_or_reference(launch.explain_cursors, launch.commit, cpu.commit),
-    _check_commit,
-)
 _restart_windows = register(
     "ring.restart_windows",
     kernel_or_reference(launch.explain_cursors, launch.restart_windows, cpu.restart_windows),

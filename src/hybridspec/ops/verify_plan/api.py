@@ -269,6 +269,13 @@ def _check_compact_hidden(hidden: Tensor, sources: Tensor, out: Tensor) -> None:
     check_last_stride("out", out)
 
 
+_compact_hidden = register(
+    "verify_plan.compact_hidden",
+    kernel_or_reference(launch.explain, launch.compact_hidden, cpu.compact_hidden),
+    _check_compact_hidden,
+)
+
+
 def _check_compact_sampling(
     requests: SamplingColumns, sources: Tensor, rows_per_request: int, out: SamplingColumns
 ) -> None:
@@ -279,6 +286,17 @@ def _check_compact_sampling(
     if rows_per_request < 1:
         raise ValueError(f"rows_per_request: expected at least 1, got {rows_per_request}")
     _check_columns("out", out, "N", dims)
+
+
+_compact_sampling = register(
+    "verify_plan.compact_sampling",
+    kernel_or_reference(
+        lambda requests, sources, *others: launch.explain(sources),
+        launch.compact_sampling,
+        cpu.compact_sampling,
+    ),
+    _check_compact_sampling,
+)
 
 
 def _check_columns(name: str, columns: SamplingColumns, size: str, dims: Dims) -> None:
@@ -338,8 +356,30 @@ def _check_select_rows(
     _check_workspace("workspace", workspace, Workspace.of(dims["B"], dims["k"]).size)
 
 
+_select_rows = register(
+    "verify_plan.select_rows",
+    kernel_or_reference(
+        lambda drafts, slots, *others: launch.explain(slots, drafts.confidences.shape[1]),
+        launch.select_rows,
+        cpu.select_rows,
+    ),
+    _check_select_rows,
+)
+
+
 def _check_build_params(token_ids: Tensor, slots: Tensor, cursors: Cursors, plan: Step) -> None:
     _check_build(token_ids, slots, cursors, plan, {})
+
+
+_build_params = register(
+    "verify_plan.build_params",
+    kernel_or_reference(
+        lambda token_ids, slots, *others: launch.explain(slots, token_ids.shape[1] - 1),
+        launch.build_params,
+        cpu.build_params,
+    ),
+    _check_build_params,
+)
 
 
 def _check_plan_step(
@@ -353,6 +393,17 @@ def _check_plan_step(
     if num_rows > capacity:
         raise ValueError(f"num_rows: expected at most the plan's {capacity} rows, got {num_rows}")
     _check_workspace("plan.workspace", plan.workspace, Workspace.of(dims["B"], dims["k"]).size)
+
+
+_plan_step = register(
+    "verify_plan.plan_step",
+    kernel_or_reference(
+        lambda drafts, tokens, slots, *others: launch.explain(slots, tokens.shape[1] - 1),
+        launch.plan_step,
+        cpu.plan_step,
+    ),
+    _check_plan_step,
+)
 
 
 def _check_build(
@@ -377,46 +428,3 @@ def _check_build(
         raise ValueError("token_ids: expected [B, k+1] with a last committed token, got [B, 0]")
     if plan.slots.shape[0] < dims["B"]:
         raise ValueError(f"plan: expected room for {dims['B']} requests, got {plan.slots.shape[0]}")
-
-
-_select_rows = register(
-    "verify_plan.select_rows",
-    kernel_or_reference(
-        lambda drafts, slots, *others: launch.explain(slots, drafts.confidences.shape[1]),
-        launch.select_rows,
-        cpu.select_rows,
-    ),
-    _check_select_rows,
-)
-_build_params = register(
-    "verify_plan.build_params",
-    kernel_or_reference(
-        lambda token_ids, slots, *others: launch.explain(slots, token_ids.shape[1] - 1),
-        launch.build_params,
-        cpu.build_params,
-    ),
-    _check_build_params,
-)
-_plan_step = register(
-    "verify_plan.plan_step",
-    kernel_or_reference(
-        lambda drafts, tokens, slots, *others: launch.explain(slots, tokens.shape[1] - 1),
-        launch.plan_step,
-        cpu.plan_step,
-    ),
-    _check_plan_step,
-)
-_compact_hidden = register(
-    "verify_plan.compact_hidden",
-    kernel_or_reference(launch.explain, launch.compact_hidden, cpu.compact_hidden),
-    _check_compact_hidden,
-)
-_compact_sampling = register(
-    "verify_plan.compact_sampling",
-    kernel_or_reference(
-        lambda requests, sources, *others: launch.explain(sources),
-        launch.compact_sampling,
-        cpu.compact_sampling,
-    ),
-    _check_compact_sampling,
-)

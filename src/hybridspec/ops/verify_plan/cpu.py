@@ -183,7 +183,7 @@ def _plan_all(
         (plan.positions, positions + [0] * hold),
         (plan.sources, sources + [-1] * hold),
     ):
-        tensor.copy_(torch.tensor(values, device=slots.device))
+        tensor.copy_(torch.tensor(values, dtype=tensor.dtype, device="cpu"))
     return True
 
 

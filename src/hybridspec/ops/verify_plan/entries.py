@@ -97,14 +97,6 @@ def _check_copy_page_table(page_table: Tensor, source: Tensor, requests: Tensor)
         )
 
 
-_compact_groups = register(
-    "verify_plan.compact_groups",
-    kernel_or_reference(
-        lambda requests, *others: launch.explain(requests),
-        launch.compact_groups,
-        cpu.compact_groups,
-    ),
-)
 _copy_page_table = register(
     "verify_plan.copy_page_table",
     kernel_or_reference(
@@ -113,4 +105,14 @@ _copy_page_table = register(
         cpu.copy_page_table,
     ),
     _check_copy_page_table,
+)
+
+
+_compact_groups = register(
+    "verify_plan.compact_groups",
+    kernel_or_reference(
+        lambda requests, *others: launch.explain(requests),
+        launch.compact_groups,
+        cpu.compact_groups,
+    ),
 )

@@ -1,0 +1,7 @@
+"""Drafts from what a request's own tokens went on with before."""
+
+from __future__ import annotations
+
+from .look_up import look_up
+
+__all__ = ["look_up"]

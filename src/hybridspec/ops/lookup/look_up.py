@@ -1,0 +1,101 @@
+"""Looking up: the drafter that needs no weights, on the log of tokens that lies beside the keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import Dims, check, check_dtype, check_last_stride, check_option
+from .._library import kernel_or_reference, register
+from .._triton_support import explain_tensors
+from . import cpu
+
+__all__ = ["look_up"]
+
+
+def look_up(
+    token_pages: Tensor,
+    page_table: Tensor,
+    seq_len: Tensor,
+    slots: Tensor,
+    *,
+    count: int,
+    num_tokens: int = 2,
+    max_places: int = 16,
+    max_agreement: int = 16,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Continue each request's tokens as they went on before; nothing is modified.
+
+    Of the `max_places` latest places at which its last `num_tokens` tokens stand, the one with the
+    most agreeing tokens in front of it counts, and the latest of equals. What follows there is
+    repeated if it is too short.
+
+    Args:
+        token_pages: the log of tokens, [P, page_size], int32; in.
+        page_table: [S, pages], int32; in.
+        seq_len: position of each slot's newest token, which is in the log, [S], int32; in.
+        slots: [B], int32, -1 = nobody; in.
+        count: k, drafts to return for each request.
+        num_tokens: how many tokens must agree for a place to count.
+        max_places: places to compare.
+        max_agreement: how many tokens are compared at a place, at least `num_tokens`.
+        backend: "auto", "triton" or "reference"; the last one looks at values.
+
+    Returns:
+        Drafts [B, k] int64, -1 where there are none; how many there are, 0 or k, [B] int32; how
+        many tokens agree, [B] int32.
+
+    Raises:
+        ValueError, TypeError: if a shape, dtype or option is wrong.
+        UnsupportedError: if the backend cannot serve the call.
+    """
+    check_option("count", count, int, low=0)
+    size, device = slots.shape[0], slots.device
+    drafts = torch.empty((size, count), dtype=torch.int64, device=device)
+    num = torch.empty(size, dtype=torch.int32, device=device)
+    agreement = torch.empty_like(num)
+    _look_up(
+        token_pages, page_table, seq_len, slots, num_tokens, max_places, max_agreement, drafts, num,
+        agreement, backend=backend,
+    )  # fmt: skip
+    return drafts, num, agreement
+
+
+def _check(
+    token_pages: Tensor,
+    page_table: Tensor,
+    seq_len: Tensor,
+    slots: Tensor,
+    num_tokens: int,
+    max_places: int,
+    max_agreement: int,
+    *out: Tensor,
+) -> None:
+    dims: Dims = {}
+    check("token_pages", token_pages, "P page_size", dims)
+    check("page_table", page_table, "S pages", dims)
+    check("seq_len", seq_len, "S", dims)
+    check("slots", slots, "B", dims)
+    given = {"token_pages": token_pages, "page_table": page_table, "seq_len": seq_len}
+    for name, tensor in {**given, "slots": slots}.items():
+        check_dtype(name, tensor, torch.int32)
+        check_last_stride(name, tensor)
+    check_option("num_tokens", num_tokens, int, low=1)
+    check_option("max_places", max_places, int, low=1)
+    check_option("max_agreement", max_agreement, int, low=num_tokens)
+
+
+def _explain(token_pages: Tensor, *others: object) -> str | None:
+    return explain_tensors([("token_pages", token_pages)], (torch.int32,))
+
+
+def _launch(*arguments: Any) -> None:
+    from .launch import look_up as run
+
+    run(*arguments)
+
+
+_look_up = register("lookup.look_up", kernel_or_reference(_explain, _launch, cpu.look_up), _check)
