@@ -78,6 +78,48 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams, skip: int) -
     }
 
 
+def load(args: argparse.Namespace, model: Any, drafts: int) -> LLM:
+    """A fresh engine for one number of drafts."""
+    return LLM(
+        model,
+        draft_tokens=drafts,
+        device=args.device,
+        dummy_weights=args.geometry != "bundled",
+        acceptance=args.acceptance if drafts else None,
+        enforce_eager=args.eager,
+        max_model_len=max(args.prompt + args.tokens + 16, 512),
+        max_num_seqs=max(args.requests),
+    )
+
+
+def measure(args: argparse.Namespace, llm: LLM, prompts: list[list[int]]) -> dict[str, float | int]:
+    """Medians over the rounds, behind one that warms up, and what the graphs take."""
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=1,
+        max_tokens=args.tokens,
+        ignore_eos=True,
+    )
+    run(llm, prompts, params, args.skip)
+    found = [run(llm, prompts, params, args.skip) for _ in range(args.rounds)]
+    row = {key: statistics.median(one[key] for one in found) for key in found[0]}
+    graphs = llm._engine.runner.graphs
+    return row | {"graph_mib": 0 if graphs is None else graphs.nbytes >> 20}
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print a line."""
+    print(
+        f"B={row['requests']:<4} k={row['drafts']}  {row['tokens_per_s']:9.0f} tok/s  "
+        f"{row['step_ms']:7.3f} ms a step  {row['tokens_per_step']:.2f} tokens a step  "
+        f"first token {row['first_token_ms']:.0f} ms, last first "
+        f"{row['last_first_token_ms']:.0f} ms  start {row['start_s']:.0f} s, graphs "
+        f"{row['graph_mib']} MiB",
+        flush=True,
+    )
+
+
 def main() -> int:
     args = arguments()
     rng = random.Random(0)
@@ -89,43 +131,15 @@ def main() -> int:
             model, vocab = write_geometry(Path(name), args.geometry, args.vocab), args.vocab
         for drafts in args.drafts:
             started = time.perf_counter()
-            llm = LLM(
-                model,
-                draft_tokens=drafts,
-                device=args.device,
-                dummy_weights=args.geometry != "bundled",
-                acceptance=args.acceptance if drafts else None,
-                enforce_eager=args.eager,
-                max_model_len=max(args.prompt + args.tokens + 16, 512),
-                max_num_seqs=max(args.requests),
-            )
+            llm = load(args, model, drafts)
             start_s = time.perf_counter() - started
             for count in args.requests:
-                params = SamplingParams(
-                    temperature=args.temperature,
-                    top_p=args.top_p,
-                    seed=1,
-                    max_tokens=args.tokens,
-                    ignore_eos=True,
-                )
                 prompts = [
                     [rng.randrange(1, vocab) for _ in range(args.prompt)] for _ in range(count)
                 ]
-                run(llm, prompts, params, args.skip)
-                found = [run(llm, prompts, params, args.skip) for _ in range(args.rounds)]
-                row = {key: statistics.median(one[key] for one in found) for key in found[0]}
-                row |= {"requests": count, "drafts": drafts, "start_s": start_s}
-                graphs = llm._engine.runner.graphs
-                row["graph_mib"] = 0 if graphs is None else graphs.nbytes >> 20
-                rows.append(row)
-                print(
-                    f"B={count:<4} k={drafts}  {row['tokens_per_s']:9.0f} tok/s  "
-                    f"{row['step_ms']:7.3f} ms a step  {row['tokens_per_step']:.2f} tokens a step  "
-                    f"first token {row['first_token_ms']:.0f} ms, last first "
-                    f"{row['last_first_token_ms']:.0f} ms  start {start_s:.0f} s, graphs "
-                    f"{row['graph_mib']} MiB",
-                    flush=True,
-                )
+                row = measure(args, llm, prompts)
+                rows.append(row | {"requests": count, "drafts": drafts, "start_s": start_s})
+                show(rows[-1])
             del llm
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

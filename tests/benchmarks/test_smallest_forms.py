@@ -47,6 +47,7 @@ ON_A_GPU: dict[str, list] = {
     "gdn_drift.py": ["--steps", 500, "--modes", "bf16"],
     "gdn_fold_stagger.py": ["--steps", 8, "--rounds", 1],
     "gdn_verify.py": ["--batch", 1, "--iters", 1],
+    "prefill_parts.py": ["--iterations", 1, "--limit", 2],
     "tensor_cache.py": ["--devices", "cuda", "--rounds", 1, "--limit", 1],
     "verify_plan.py": ["--limit", 2],
 }

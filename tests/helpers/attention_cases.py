@@ -21,6 +21,7 @@ from hybridspec.ops.paged_attention.call import Pages, Rows
 
 __all__ = [
     "BATCHES",
+    "PROMPTS",
     "AttentionBatch",
     "check_verify",
     "expected_output",
@@ -51,6 +52,14 @@ BATCHES: dict[str, dict] = {
     "wide group": {
         "lengths": [8, 2, 5], "positions": [31, 40, 5], "slots": [1, 0, 4],
         "num_query_heads": 16, "num_kv_heads": 1,
+    },
+}  # fmt: skip
+PROMPTS: dict[str, dict] = {
+    "prompt": {"lengths": [50], "positions": [0], "slots": [3]},
+    "prompts": {"lengths": [33, 16, 1, 17], "positions": [0, 0, 0, 0], "slots": [3, 1, 0, 5]},
+    "later chunks": {
+        "lengths": [20, 5, 0, 33], "positions": [12, 0, 3, 31], "slots": [4, -1, 2, 0],
+        "tail_rows": 3,
     },
 }  # fmt: skip
 

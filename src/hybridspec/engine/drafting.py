@@ -26,5 +26,5 @@ def make_drafter(
     if config.drafter == "mtp":
         return MtpDrafter(model, pools)
     if config.drafter == "lookup":
-        return DraftsFromLists(LookupDrafter())
+        return LookupDrafter()
     return NoDrafter()

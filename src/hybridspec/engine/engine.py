@@ -109,8 +109,7 @@ class Engine:
     def _can_capture(self, drafter: ListDrafter | None) -> bool:
         """Whether steps can be captured: on a device, where no step waits for the host."""
         is_device = self.pools.device.type == "cuda"
-        waits = drafter is not None or self.config.drafter == "lookup"
-        return is_device and not waits and not self.config.enforce_eager
+        return is_device and drafter is None and not self.config.enforce_eager
 
     def _decoder(self, drafter: ListDrafter | None) -> Decoder:
         """Put together what steps work on."""

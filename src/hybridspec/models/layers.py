@@ -19,6 +19,7 @@ from torch import Tensor
 from hybridspec.models.config import ModelConfig
 from hybridspec.models.mlp import Mlp, MoeMlp
 from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention, rotary
+from hybridspec.ops.activations import sigmoid_gate
 from hybridspec.ops.norms import RmsNorm, widened
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import GdnMemory, KvMemory, MemoryOptions, MemorySpec
@@ -295,7 +296,8 @@ class AttentionLayer:
             y = paged_attention.verify(
                 q, k, v, *logs, max_verify_tokens=step.max_seqlen, backend=self.verify_backend
             )
-        y = y.flatten(-2).mul_(gate.sigmoid())
+        y = y.flatten(-2)
+        y = sigmoid_gate(y, gate, out=y) if y.is_cuda else y.mul_(gate.sigmoid())
         return torch.addmm(residual, y, self.out_weight.t())
 
     def _norm_and_rotate(self, qk: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from helpers.triton_resources import compiled
 from hybridspec.ops._triton_support import compiler_version
+from hybridspec.ops.causal_conv1d import triton_prefill as conv_prefill
 from hybridspec.ops.causal_conv1d import triton_verify as conv
 from hybridspec.ops.gated_delta_rule import launch, prefix, triton_fold, triton_verify
 from hybridspec.ops.ring import triton_copies, triton_cursors
@@ -113,6 +114,7 @@ def small_variants():
     constants = {"D": 12288, "RING": 16, "WIDTH": 4, "BLOCK_D": 256, "IS_SILU": True}
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "conv_ring_ptr", "out_ptr"), BF16)
     yield conv.verify_kernel, constants | {"TOKENS": 8, "bias_ptr": None}, pointers, 2
+    yield conv_prefill.prefill_kernel, constants | {"ROWS": 16, "bias_ptr": None}, pointers, 4
 
 
 def reports(capability: int):

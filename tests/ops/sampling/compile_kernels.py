@@ -20,10 +20,11 @@ TYPES = {
     "min_p_ptr": "*fp32",
     "seed_ptr": "*i64",
     "peaks_ptr": "*fp32",
-    "winners_ptr": "*fp32",
+    "ratios_ptr": "*fp32",
+    "pivots_ptr": "*fp32",
+    "limits_ptr": "*fp64",
     "masses_ptr": "*i64",
     "parts_ptr": "*i64",
-    "scores_ptr": "*fp64",
     "out_ptr": "*i64",
     "drafts_ptr": "*i64",
     "repetition_ptr": "*fp32",
@@ -32,14 +33,18 @@ TYPES = {
     "counts_ptr": "*i16",
     "bias_values_ptr": "*fp32",
 }
-SIZES = {"TILES": 64, "SPLITS": 8, "BLOCK": TILE}
+SIZES = {"TILES": 128, "SPLITS": 8, "BLOCK": TILE}
 EDITS = ("HAS_COUNTS", "HAS_BIAS", "HAS_WORDS", "HAS_MASKS", "HAS_MASK")
 
 
 def variants():
     """Yield each kernel with the constants of its heaviest launch."""
     everything = {"HAS_NOISE": True, "HAS_FILTERS": True, **SIZES}
-    for kernel in (triton_choose.scan_kernel, triton_choose.settle_kernel):
+    for kernel in (
+        triton_choose.scan_kernel,
+        triton_choose.pick_kernel,
+        triton_choose.weigh_kernel,
+    ):
         yield kernel, {n: v for n, v in everything.items() if n in kernel.arg_names}
     yield triton_edit.edit_kernel, {**dict.fromkeys(EDITS, True), "BLOCK": TILE, "GROUP": 64}
 

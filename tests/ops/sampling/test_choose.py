@@ -196,6 +196,7 @@ def test_no_rows_and_no_drafts() -> None:
     ("name", "value", "error", "text"),
     [
         ("logits", torch.zeros(2, 45, dtype=torch.float64), TypeError, "logits: expected dtype"),
+        ("logits", torch.zeros(45, 2).T, ValueError, "logits: expected a last stride"),
         ("logits", torch.zeros(2, 44), ValueError, "counts: expected shape"),
         ("slots", torch.zeros(2, dtype=torch.int64), TypeError, "slots: expected dtype int32"),
         ("offsets", torch.zeros(3, dtype=torch.int32), ValueError, "offsets: expected shape"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridspec.ops._backends import always
 from hybridspec.ops._checks import (
     FLOATS,
     INTEGERS,
@@ -14,7 +13,7 @@ from hybridspec.ops._checks import (
     check_last_stride,
     check_option,
 )
-from hybridspec.ops._library import Backend, kernel_or_reference, register
+from hybridspec.ops._library import kernel_or_reference, register
 from hybridspec.ops._requests import Batch
 from hybridspec.ops.causal_conv1d import cpu, launch
 from hybridspec.ops.causal_conv1d.call import Log, Rows, Taps
@@ -112,13 +111,14 @@ def prefill(
         bias: added before the activation, [D]; last stride 1; in.
         activation: "silu" or None.
         out: where to write, [N, D], dtype of x; last stride 1; out.
-        backend: "auto" or "reference".
+        backend: "auto", "triton" or "reference".
 
     Returns:
         [N, D] in the dtype of `x`; zeros in rows that belong to no slot.
 
     Raises:
         TypeError: for a dtype or an option of a kind that is not supported.
+        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
         ValueError: for a wrong shape, stride, ring capacity, activation or backend, or (reference)
             more rows in a request than `max_seqlen`.
 
@@ -195,5 +195,7 @@ _verify = register(
     _check_verify,
 )
 _prefill = register(
-    "causal_conv1d.prefill", {"reference": Backend(always, cpu.prefill)}, _check_prefill
+    "causal_conv1d.prefill",
+    kernel_or_reference(launch.explain_prefill, launch.prefill, cpu.prefill),
+    _check_prefill,
 )

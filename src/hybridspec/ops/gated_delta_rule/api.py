@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hybridspec.ops._backends import always
 from hybridspec.ops._library import Backend, kernel_or_reference, register
-from hybridspec.ops.gated_delta_rule import cpu, cpu_prefill, launch, launch_cuda
+from hybridspec.ops.gated_delta_rule import cpu, cpu_prefill, fla, launch, launch_cuda
 from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.contracts import (
     check_fold,
@@ -74,13 +74,14 @@ def prefill(
         chunk_size: rows that are solved at once.
         state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; last stride 1; in-out.
         out: where to write, [N, HV, V]; last stride 1; out.
-        backend: "auto" or "reference".
+        backend: "auto", "fla" or "reference".
 
     Returns:
         [N, HV, V] in the dtype of `v`; zeros in rows that belong to no slot.
 
     Raises:
         TypeError: for a dtype or an option of a kind that is not supported.
+        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
         ValueError: for a wrong shape, stride, device, option or backend, or (reference) a slot
             with live rows or one that occurs twice, or more rows in a request than `max_seqlen`.
 
@@ -88,6 +89,9 @@ def prefill(
         fp32 (fp64 if q, a or state is). The state is rounded once, at the end (int8 as in
         `fold`); outputs once. Chunks are solved by substitution, decays are exponentials
         of differences <= 0.
+        "fla" (flash-linear-attention) accumulates in fp32, and rounds the normed q and k, the
+        inverse of a chunk's system, the corrections and the state that each chunk reads to the
+        dtype of q; the inverse is computed in tf32.
 
     Source:
         Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), section 3.3 and equation 10.
@@ -285,7 +289,12 @@ def explain_verify(
 
 
 _prefill = register(
-    "gated_delta_rule.prefill", {"reference": Backend(always, cpu_prefill.prefill)}, check_prefill
+    "gated_delta_rule.prefill",
+    {
+        "fla": Backend(fla.explain, fla.prefill),
+        "reference": Backend(always, cpu_prefill.prefill),
+    },
+    check_prefill,
 )
 _verify = register("gated_delta_rule.verify", VERIFY_BACKENDS, check_verify)
 _fold = register(

@@ -17,7 +17,7 @@ from hybridspec.ops._checks import (
 )
 from hybridspec.ops._library import Backend, register
 from hybridspec.ops._requests import Batch
-from hybridspec.ops.paged_attention import cpu, fa3, launch
+from hybridspec.ops.paged_attention import cpu, fa3, launch, launch_prefill
 from hybridspec.ops.paged_attention.call import Pages, Rows
 
 __all__ = ["explain_prefill", "explain_verify", "prefill", "verify"]
@@ -128,7 +128,7 @@ def prefill(
         max_seqlen: most rows of one request.
         scale: factor of the scores; None is D ** -0.5.
         out: where to write, [N, Hq, D], dtype of q; out.
-        backend: "auto", "fa3" or "reference". "fa3" multiplies stored values behind a
+        backend: "auto", "fa3", "triton" or "reference". "fa3" multiplies stored values behind a
             request's last position with zero, so they have to be finite.
 
     Returns:
@@ -223,6 +223,7 @@ _prefill = register(
     "paged_attention.prefill",
     {
         "fa3": Backend(fa3.explain, fa3.verify),
+        "triton": Backend(launch_prefill.explain, launch_prefill.prefill),
         "reference": Backend(always, cpu.prefill),
     },
     _check_prefill,

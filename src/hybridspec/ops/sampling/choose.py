@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import Dims, check, check_dtype
+from .._checks import Dims, check, check_dtype, check_last_stride
 from .._library import kernel_or_reference, register
 from .._triton_support import explain_tensors
 from . import cpu
@@ -135,6 +135,7 @@ def _check(
         if tensor is not None:
             check(name, tensor, spec, dims)
             check_dtype(name, tensor, dtype)
+            check_last_stride(name, tensor)
     if dims["words"] != -(-dims["V"] // 32):
         raise ValueError(
             f"table.allowed_bits: expected [S, {-(-dims['V'] // 32)}] for {dims['V']} tokens, got "

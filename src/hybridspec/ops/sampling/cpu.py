@@ -33,30 +33,40 @@ def choose(
     """Write the token of each row; see choose.py."""
     if not logits.shape[0]:
         return
-    is_dead = slots < 0
-    x = logits
     has_edits = uses.has_edits or mask is not None
-    # The common case, greedy and without options, is one argmax: each call here costs as much.
-    if uses.has_noise or has_edits:
-        slot = slots.clamp(min=0).long()
-        position = torch.where(is_dead, 0, seq_len[slot] + 1 + offsets)
+    if not (has_edits or uses.has_noise):
+        # The common case: one argmax, and as few other calls as there can be.
+        torch.argmax(logits, -1, out=out)
+        out.masked_fill_(~(_can_be_chosen(logits, out) & (slots >= 0)), -1)
+        return
+    is_live = slots >= 0
+    slot = slots.clamp(min=0).long()
+    position = torch.where(is_live, seq_len[slot] + 1 + offsets, 0)
+    x = logits
     if has_edits:
         x = logits.clone()
         if uses.has_bias:
             _add_bias(x, slot, table)
         if uses.has_counts:
             _penalise(x, slot, offsets, table, drafts)
-        is_dead = is_dead | ~(x.amax(-1) < torch.inf)  # also where its token is forbidden
+        is_live = is_live & (x.amax(-1) < torch.inf)  # a NaN counts where its token is forbidden
         if uses.has_masks or mask is not None:
             _forbid(x, slot, position, table, mask)
         if uses.has_words:
             _forbid_words(x, slot, position, table, seq_len, drafts, token_pages, page_table)
     torch.argmax(x, -1, out=out)
-    # NaN and +inf win an argmax, and -inf does where nothing else is left.
-    is_dead = is_dead | ~x.gather(-1, out.unsqueeze(-1)).squeeze(-1).isfinite()
+    is_live = is_live & _can_be_chosen(x, out)
     if uses.has_noise:
         _add_noise(x, slot, position, table, uses.has_filters, out)
-    out.masked_fill_(is_dead, -1)
+    out.masked_fill_(~is_live, -1)
+
+
+def _can_be_chosen(x: Tensor, best: Tensor) -> Tensor:
+    """Whether the largest logits are numbers.
+
+    NaN and +inf win an argmax, and -inf does where nothing else is left.
+    """
+    return x.gather(-1, best.unsqueeze(-1)).squeeze(-1).abs() < torch.inf
 
 
 def _rows_with(condition: Tensor) -> Tensor | None:

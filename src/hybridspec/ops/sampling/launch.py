@@ -27,7 +27,7 @@ class LaunchConfig:
 
     Attributes:
         tiles_per_program: tiles that a program reads in the first launch.
-        num_splits: programs of a row in the second launch.
+        num_splits: programs of a row that weigh tokens for top_p.
         num_warps: warps of a program.
     """
 
@@ -36,13 +36,42 @@ class LaunchConfig:
     num_warps: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """What the launches leave for each other: of each tile, of each row, of each program."""
+
+    masses: Tensor
+    limits: Tensor
+    parts: Tensor
+    peaks: Tensor
+    ratios: Tensor
+    tokens: Tensor
+    pair: Tensor
+    pivots: Tensor
+    arrived: Tensor
+
+    @classmethod
+    def of(cls, num_rows: int, num_tiles: int, splits: int, device: torch.device) -> _Scratch:
+        """Cut two allocations into pieces: fields of eight bytes, and of four."""
+        num_all = num_rows * num_tiles
+        sizes = (num_all, num_rows, num_rows * splits * 2)
+        wide = torch.empty(sum(sizes), dtype=torch.int64, device=device).split(sizes)
+        sizes = (num_all, num_all, num_all, num_rows, num_rows * 2, num_rows)
+        narrow = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+        peaks, ratios, tokens, pair, pivots, arrived = narrow
+        floats = (tensor.view(torch.float32) for tensor in (peaks, ratios, pivots))
+        peaks, ratios, pivots = floats
+        limits = wide[1].view(torch.float64)
+        return cls(wide[0], limits, wide[2], peaks, ratios, tokens, pair, pivots, arrived)
+
+
 def launch_config(num_rows: int, vocab_size: int) -> LaunchConfig:
     """Choose the launches for so many rows."""
     num_tiles = -(-vocab_size // TILE)
     return LaunchConfig(
         tiles_per_program=max(1, min(num_tiles, num_rows * num_tiles // _PROGRAMS)),
-        num_splits=max(1, min(_MOST_SPLITS, num_tiles, _PROGRAMS // (2 * num_rows))),
-        num_warps=8 if vocab_size >= TILE else 4,
+        num_splits=max(1, min(_MOST_SPLITS, num_tiles, _PROGRAMS // num_rows)),
+        num_warps=8 if vocab_size >= 1024 else 4,
     )
 
 
@@ -66,7 +95,8 @@ def choose(
     num_rows, vocab = logits.shape
     config = config or launch_config(num_rows, vocab)
     block = TILE if vocab > TILE else max(16, triton.next_power_of_2(vocab))
-    num_tiles, splits = triton.cdiv(vocab, block), config.num_splits
+    num_tiles = triton.cdiv(vocab, block)
+    splits = min(config.num_splits, num_tiles)
     has_filters = uses.has_noise and uses.has_filters
     grid = (num_rows, triton.cdiv(num_tiles, config.tiles_per_program))
     if uses.has_edits or mask is not None:
@@ -84,27 +114,26 @@ def choose(
                 HAS_MASK=mask is not None, BLOCK=block, GROUP=_GROUP, num_warps=config.num_warps,
                 **_EXACT,
             )  # fmt: skip
-    # Fields of eight bytes, then of four.
-    sizes = (num_rows * num_tiles,) * 2 + (num_rows * splits * 2,)
-    wide = torch.empty(sum(sizes), dtype=torch.int64, device=logits.device)
-    masses, scores, parts = wide.split(sizes)
-    narrow = torch.empty(num_rows * (3 * num_tiles + 1), dtype=torch.int32, device=logits.device)
-    peaks, winners, tokens, arrived = narrow.split((num_rows * num_tiles,) * 3 + (num_rows,))
-    scores, peaks, winners = (
-        scores.view(torch.float64), peaks.view(torch.float32), winners.view(torch.float32),
-    )  # fmt: skip
+    scratch = _Scratch.of(num_rows, num_tiles, splits, logits.device)
+    columns = (logits, slots, offsets, seq_len, table.temperature, table.seed)
+    sizes = {"vocab": vocab, "num_tiles": num_tiles, "row_stride": logits.stride(0)}
+    switches = {"HAS_NOISE": uses.has_noise, "HAS_FILTERS": has_filters}
+    options = {"BLOCK": block, "num_warps": config.num_warps, **_EXACT}
+    tiles = triton.next_power_of_2(num_tiles)
     with torch.cuda.device_of(logits):
         triton_choose.scan_kernel[grid](
-            logits, slots, offsets, seq_len, table.temperature, table.seed, peaks, masses, scores,
-            tokens, winners, arrived, vocab, num_tiles, config.tiles_per_program, logits.stride(0),
-            HAS_NOISE=uses.has_noise, HAS_FILTERS=has_filters, BLOCK=block,
-            num_warps=config.num_warps, **_EXACT,
+            *columns, table.top_p, scratch.peaks, scratch.masses, scratch.ratios, scratch.tokens,
+            tiles_per_program=config.tiles_per_program, **sizes, **switches, **options,
         )  # fmt: skip
-        triton_choose.settle_kernel[(num_rows, splits if has_filters else 1)](
-            logits, slots, offsets, seq_len, table.temperature, table.seed, table.top_k,
-            table.top_p, table.min_p, peaks, masses, scores, tokens, winners, parts, arrived, out,
-            vocab, num_tiles, logits.stride(0), HAS_NOISE=uses.has_noise,
-            HAS_FILTERS=has_filters, TILES=triton.next_power_of_2(num_tiles),
-            SPLITS=triton.next_power_of_2(splits), BLOCK=block, num_warps=config.num_warps,
-            **_EXACT,
+        triton_choose.pick_kernel[(num_rows,)](
+            *columns, table.top_k, table.top_p, table.min_p, scratch.peaks, scratch.masses,
+            scratch.ratios, scratch.tokens, out, scratch.pair, scratch.pivots, scratch.limits,
+            scratch.arrived, **sizes, **switches, TILES=tiles, **options,
         )  # fmt: skip
+        if has_filters:
+            triton_choose.weigh_kernel[(num_rows, splits)](
+                *columns, table.min_p, scratch.peaks, scratch.ratios, scratch.pair, scratch.pivots,
+                scratch.limits, scratch.parts, scratch.arrived, out,
+                tiles_per_program=triton.cdiv(num_tiles, splits), **sizes, TILES=tiles,
+                SPLITS=triton.next_power_of_2(splits), **options,
+            )  # fmt: skip

@@ -1,6 +1,6 @@
 """Probability mass as integers, so that no sum depends on its order; the kernels do the same.
 
-    mass of token i, for the largest logit m_t of its tile t of 4096 tokens
+    mass of token i, for the largest logit m_t of its tile t of 2048 tokens
         e_i = floor(2^30 exp2((x_i - m_t) c)),     c = log2(e) / temperature
     mass of the tokens of a row above a pivot, in units of 2^-30 of the likeliest token
         A(p) = sum_t floor(exp2((m_t - max) c) sum_{i in t, x_i > p} e_i)
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 __all__ = ["COEFFICIENTS", "LEAST_EXPONENT", "LOG2_E", "ROUNDER", "TILE", "TiledMass", "exp2"]
 
-TILE = 4096
+TILE = 2048
 LOG2_E = 1.4426950408889634
 LEAST_EXPONENT = -64.0
 ROUNDER = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer and leaves that in the low bits

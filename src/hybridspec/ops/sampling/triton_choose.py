@@ -1,8 +1,11 @@
-"""Choosing tokens in two launches: the logits are read once, and once more where a filter is on.
+"""Choosing tokens: the logits are read once, and once more for top_p.
 
-`scan_kernel` finds each tile's largest logit, mass and winner. `settle_kernel` takes the best
-winner of a row and asks the filters for it; one that is dropped gives way to the best of the more
-likely ones, which are the other tiles' winners but for a tile or two.
+`scan_kernel` finds each tile's largest logit, mass, and a bound of its scores. `pick_kernel` has
+one program per row: it scores the few tokens that can be the best and asks the filters for the
+winner. A filter that drops it drops all that are not more likely, so the best of those that are
+comes next. Under top_p alone the winner and the one after it are weighed by all programs of
+`weigh_kernel` together; the last of a row to arrive decides, and goes on alone in the rare case
+that both are dropped.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ from .triton_tiles import (
     exp2,
     load_tile,
     noise_scale,
+    score_bounds,
     tile_powers,
+    tile_ratios,
     tile_winner,
 )
 
-__all__ = ["scan_kernel", "settle_kernel"]
+__all__ = ["pick_kernel", "scan_kernel", "weigh_kernel"]
 
 BROKEN: tl.constexpr = tl.constexpr(float("inf"))
 
@@ -27,18 +32,16 @@ BROKEN: tl.constexpr = tl.constexpr(float("inf"))
 @triton.jit
 def scan_kernel(
     # inputs: logits [N, V], rows [N], columns [S]
-    logits_ptr, slots_ptr, offsets_ptr, seq_len_ptr, temperature_ptr, seed_ptr,
-    # outputs [N, tiles], and [N] zeros
-    peaks_ptr, masses_ptr, scores_ptr, tokens_ptr, winners_ptr, arrived_ptr,
+    logits_ptr, slots_ptr, offsets_ptr, seq_len_ptr, temperature_ptr, seed_ptr, top_p_ptr,
+    # outputs [N, tiles]
+    peaks_ptr, masses_ptr, ratios_ptr, tokens_ptr,
     vocab, num_tiles, tiles_per_program, row_stride,
     HAS_NOISE: tl.constexpr, HAS_FILTERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Largest logit, mass, and best score of each tile."""
+    """Largest logit of each tile; its token, or its mass and a bound of its scores."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * tiles_per_program
     slot = tl.load(slots_ptr + row)
-    if first == 0:
-        tl.store(arrived_ptr + row, 0)
     if slot >= 0:
         temperature = tl.load(temperature_ptr + slot) if HAS_NOISE else 0.0
         row_ptr = logits_ptr + row * row_stride
@@ -47,33 +50,27 @@ def scan_kernel(
             index, x = load_tile(row_ptr, tile, vocab, BLOCK)
             if temperature > 0:
                 peak = tl.max(x, 0)
-                tl.store(peaks_ptr + out, peak)
+                ratio = 0.0
+                mass = tl.full([], 0, tl.int64)
                 if (peak > NOTHING) & (peak < BROKEN):
                     inverse, scale = noise_scale(temperature)
                     powers = tile_powers(x, peak, scale)
                     seed = tl.load(seed_ptr + slot)
-                    position = (tl.load(seq_len_ptr + slot) + 1 + tl.load(offsets_ptr + row)).to(
-                        tl.uint32
+                    position = tl.load(seq_len_ptr + slot) + 1 + tl.load(offsets_ptr + row)
+                    ratios = tile_ratios(
+                        x, powers, NOTHING, tile, seed, position.to(tl.uint32), BLOCK
                     )
-                    best, token, logit = tile_winner(
-                        row_ptr, index, x, powers, peak, NOTHING, tile, inverse, seed, position,
-                        BLOCK,
-                    )  # fmt: skip
-                    tl.store(scores_ptr + out, best)
-                    tl.store(tokens_ptr + out, token)
-                    tl.store(winners_ptr + out, logit)
-                    if HAS_FILTERS:
+                    ratio = tl.max(ratios, 0)
+                    top_p = tl.load(top_p_ptr + slot) if HAS_FILTERS else 1.0
+                    if top_p < 1:
                         mass = tl.sum((powers * 1073741824.0).to(tl.int32).to(tl.int64), 0)
-                        tl.store(masses_ptr + out, mass)
-                else:
-                    tl.store(scores_ptr + out, tl.full([], NOTHING, tl.float64))
-                    tl.store(winners_ptr + out, NOTHING)
-                    if HAS_FILTERS:
-                        tl.store(masses_ptr + out, tl.full([], 0, tl.int64))
+                tl.store(ratios_ptr + out, ratio)
+                if HAS_FILTERS:
+                    tl.store(masses_ptr + out, mass)
             else:
                 peak, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-                tl.store(peaks_ptr + out, peak)
                 tl.store(tokens_ptr + out, tile * BLOCK + place)
+            tl.store(peaks_ptr + out, peak)
 
 
 @triton.jit
@@ -144,160 +141,204 @@ def next_winner(
     row_ptr, peaks_ptr, scores, tokens, winners, bound, scale, inverse, seed, position, vocab,
     TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Best token with a logit above `bound`; a tile whose winner is not above it is searched."""
+    """Best token with a logit above `bound`.
+
+    Of each tile `scores` holds its best score, with token and logit, or one that none exceeds, with
+    a logit that is not above `bound`. The tile of the best is searched until it is known.
+    """
     tiles = tl.arange(0, TILES)
     best, tile = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
     logit = tl.max(tl.where(tiles == tile, winners, NOTHING), 0)
     while (logit <= bound) & (best > NOTHING):
-        peak = tl.load(peaks_ptr + tile)
-        index, x = load_tile(row_ptr, tile, vocab, BLOCK)
-        powers = tile_powers(x, peak, scale)
         score, token, logit = tile_winner(
-            row_ptr, index, x, powers, peak, bound, tile, inverse, seed, position, BLOCK
-        )
+            row_ptr, tile, tl.load(peaks_ptr + tile), bound, inverse, scale, seed, position, vocab,
+            BLOCK,
+        )  # fmt: skip
         scores = tl.where(tiles == tile, score, scores)
         tokens = tl.where(tiles == tile, token, tokens)
         winners = tl.where(tiles == tile, logit, winners)
         best, tile = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
         logit = tl.max(tl.where(tiles == tile, winners, NOTHING), 0)
-    token = tl.max(tl.where(tiles == tile, tokens, -1), 0)
-    return token, logit, scores, tokens, winners
+    return tl.max(tl.where(tiles == tile, tokens, -1), 0), logit, scores, tokens, winners
 
 
 @triton.jit
 def best_kept(
-    row_ptr, peaks_ptr, masses_ptr, parts_ptr, arrived_ptr, peaks, scores, tokens, winners, largest,
-    inverse, scale, seed, position, top_k, top_p, min_p, split, num_splits, num_tiles, vocab,
-    TILES: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    row_ptr, peaks_ptr, scores, tokens, winners, bound, least, limit, min_p, largest, inverse,
+    scale, seed, position, num_tiles, vocab, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Best token that the filters keep, and whether this program is the one that knows it.
-
-    The programs of a row share the first sums of top_p, and the last to arrive goes on alone; where
-    there is a top_k, the first program does everything.
-    """
-    is_shared = (top_k <= 0) & (top_p < 1)
-    share = (num_tiles + num_splits - 1) // num_splits
-    first = tl.where(is_shared, split * share, 0)
-    last = tl.where(is_shared, tl.minimum(first + share, num_tiles), num_tiles)
-    is_mine = split == 0
+    """Best token with a logit above `bound` that the filters keep."""
     chosen = tl.full([], -1, tl.int32)
-    if is_shared | is_mine:
-        least = tl.full([], NOTHING, tl.float32)
-        limit = tl.full([], BROKEN, tl.float64)
-        if (top_k > 0) & (top_k < vocab):
-            least = least_of_top(row_ptr, peaks_ptr, peaks, largest, top_k, num_tiles, vocab, BLOCK)
-        if top_p < 1:
-            tiles = tl.arange(0, TILES)
-            masses = tl.load(masses_ptr + tiles, mask=tiles < num_tiles, other=0)
-            weights = exp2((peaks - largest) * scale).to(tl.float64)
-            total = tl.sum((masses.to(tl.float64) * weights).to(tl.int64), 0)
-            if least > NOTHING:
-                total, same = mass_above(
-                    row_ptr, peaks_ptr, least, least, largest, scale, 0, num_tiles, vocab, False,
-                    BLOCK,
-                )  # fmt: skip
-            limit = tl.maximum(top_p.to(tl.float64) * total.to(tl.float64), 1.0)
-        bound = tl.full([], NOTHING, tl.float32)
-        is_searching = True
-        while is_searching:
-            token, logit, scores, tokens, winners = next_winner(
-                row_ptr, peaks_ptr, scores, tokens, winners, bound, scale, inverse, seed, position,
-                vocab, TILES, BLOCK,
-            )  # fmt: skip
-            is_out = (logit < least) | (exp2((logit - largest) * scale) < min_p)
-            bound = logit
-            chosen = token
-            is_searching = is_out
-            if (top_p < 1) & (is_out == 0):
-                # The one that would follow is weighed with it: one pass serves both.
-                token, logit, scores, tokens, winners = next_winner(
-                    row_ptr, peaks_ptr, scores, tokens, winners, bound, scale, inverse, seed,
-                    position, vocab, TILES, BLOCK,
-                )  # fmt: skip
-                logit = tl.maximum(logit, bound)
-                low, high = mass_above(
-                    row_ptr, peaks_ptr, bound, logit, largest, scale, first, last, vocab, True,
-                    BLOCK,
-                )  # fmt: skip
-                is_alone = True
-                if is_shared & (last - first < num_tiles):
-                    tl.store(parts_ptr + split * 2, low)
-                    tl.store(parts_ptr + split * 2 + 1, high)
-                    tl.debug_barrier()
-                    is_alone = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == num_splits - 1
-                    parts = tl.arange(0, SPLITS)
-                    is_part = parts < num_splits
-                    lows = tl.load(parts_ptr + parts * 2, mask=is_part, other=0, volatile=True)
-                    highs = tl.load(parts_ptr + parts * 2 + 1, mask=is_part, other=0, volatile=True)
-                    low = tl.sum(lows, 0)
-                    high = tl.sum(highs, 0)
-                    first = first * 0
-                    last = first + num_tiles
-                    is_mine = is_alone
-                if is_alone & (low.to(tl.float64) >= limit):
-                    is_dropped = high.to(tl.float64) >= limit
-                    is_dropped |= exp2((logit - largest) * scale) < min_p
-                    chosen = token
-                    bound = logit
-                    is_searching = is_dropped
-    return chosen, is_mine
+    found = bound
+    is_searching = True
+    while is_searching:
+        chosen, found, scores, tokens, winners = next_winner(
+            row_ptr, peaks_ptr, scores, tokens, winners, found, scale, inverse, seed, position,
+            vocab, TILES, BLOCK,
+        )  # fmt: skip
+        is_searching = (found < least) | (exp2((found - largest) * scale) < min_p)
+        if (is_searching == 0) & (limit < BROKEN):
+            mass, same = mass_above(
+                row_ptr, peaks_ptr, found, found, largest, scale, 0, num_tiles, vocab, True, BLOCK
+            )
+            is_searching = mass.to(tl.float64) >= limit
+    return chosen, found, scores, tokens, winners
 
 
 @triton.jit
-def settle_kernel(
+def mass_limit(masses_ptr, peaks, largest, scale, top_p, num_tiles, TILES: tl.constexpr):
+    """Mass that top_p allows above a token, of all tokens."""
+    tiles = tl.arange(0, TILES)
+    masses = tl.load(masses_ptr + tiles, mask=tiles < num_tiles, other=0)
+    weights = exp2((peaks - largest) * scale).to(tl.float64)
+    total = tl.sum((masses.to(tl.float64) * weights).to(tl.int64), 0)
+    return tl.maximum(top_p.to(tl.float64) * total.to(tl.float64), 1.0)
+
+
+@triton.jit
+def load_row(
+    row, slot, offsets_ptr, seq_len_ptr, temperature_ptr, seed_ptr, peaks_ptr, ratios_ptr,
+    num_tiles, TILES: tl.constexpr,
+):  # fmt: skip
+    """What the tiles of a row and its columns say."""
+    tiles = tl.arange(0, TILES)
+    in_row = tiles < num_tiles
+    peaks = tl.load(peaks_ptr + row * num_tiles + tiles, mask=in_row, other=NOTHING)
+    ratios = tl.load(ratios_ptr + row * num_tiles + tiles, mask=in_row, other=0.0)
+    inverse, scale = noise_scale(tl.load(temperature_ptr + slot))
+    position = tl.load(seq_len_ptr + slot) + 1 + tl.load(offsets_ptr + row)
+    scores = score_bounds(ratios, peaks, inverse)
+    tokens = tl.full([TILES], 0, tl.int32)
+    winners = tl.full([TILES], NOTHING, tl.float32)
+    seed = tl.load(seed_ptr + slot)
+    return peaks, scores, tokens, winners, inverse, scale, seed, position.to(tl.uint32)
+
+
+@triton.jit
+def pick_kernel(
     # inputs: logits [N, V], rows [N], columns [S], tiles [N, tiles]
     logits_ptr, slots_ptr, offsets_ptr, seq_len_ptr, temperature_ptr, seed_ptr, top_k_ptr,
-    top_p_ptr, min_p_ptr, peaks_ptr, masses_ptr, scores_ptr, tokens_ptr, winners_ptr,
-    # scratch [N, splits, 2] and [N], output [N]
-    parts_ptr, arrived_ptr, out_ptr,
+    top_p_ptr, min_p_ptr, peaks_ptr, masses_ptr, ratios_ptr, tokens_ptr,
+    # outputs: [N], and for `weigh_kernel` [N, 2], [N, 2], [N], [N]
+    out_ptr, pair_ptr, pivots_ptr, limits_ptr, arrived_ptr,
     vocab, num_tiles, row_stride,
     HAS_NOISE: tl.constexpr, HAS_FILTERS: tl.constexpr, TILES: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Token of each row from what the tiles found."""
+    """Token of each row, but for rows with top_p alone: there it and the one after it."""
     row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    num_splits = tl.num_programs(1)
     slot = tl.load(slots_ptr + row)
     chosen = tl.full([], -1, tl.int32)
-    is_mine = split == 0
+    pair_limit = tl.full([], BROKEN, tl.float64)
     if slot >= 0:
         tiles = tl.arange(0, TILES)
-        in_row = tiles < num_tiles
         at = row * num_tiles + tiles
-        peaks = tl.load(peaks_ptr + at, mask=in_row, other=NOTHING)
-        largest = tl.max(peaks, 0)
+        row_peaks = tl.load(peaks_ptr + at, mask=tiles < num_tiles, other=NOTHING)
+        largest = tl.max(row_peaks, 0)
         if (largest > NOTHING) & (largest < BROKEN):
             temperature = tl.load(temperature_ptr + slot) if HAS_NOISE else 0.0
-            tokens = tl.load(tokens_ptr + at, mask=in_row, other=0)
             if temperature > 0:
-                scores = tl.load(scores_ptr + at, mask=in_row, other=NOTHING)
-                score, tile = tl.max(
-                    scores, 0, return_indices=True, return_indices_tie_break_left=True
-                )
-                chosen = tl.max(tl.where(tiles == tile, tokens, -1), 0)
+                row_ptr = logits_ptr + row * row_stride
+                tiles_ptr = peaks_ptr + row * num_tiles
+                peaks, scores, tokens, winners, inverse, scale, seed, position = load_row(
+                    row, slot, offsets_ptr, seq_len_ptr, temperature_ptr, seed_ptr, peaks_ptr,
+                    ratios_ptr, num_tiles, TILES,
+                )  # fmt: skip
+                bound = tl.full([], NOTHING, tl.float32)
+                least = tl.full([], NOTHING, tl.float32)
+                limit = tl.full([], BROKEN, tl.float64)
+                min_p = 0.0
+                is_pair = False
                 if HAS_FILTERS:
                     top_k = tl.load(top_k_ptr + slot)
                     top_p = tl.load(top_p_ptr + slot)
                     min_p = tl.minimum(tl.load(min_p_ptr + slot), 1.0)
-                    if (top_k > 0) | (top_p < 1) | (min_p > 0):
-                        winners = tl.load(winners_ptr + at, mask=in_row, other=NOTHING)
-                        inverse, scale = noise_scale(temperature)
-                        seed = tl.load(seed_ptr + slot)
-                        position = (
-                            tl.load(seq_len_ptr + slot) + 1 + tl.load(offsets_ptr + row)
-                        ).to(tl.uint32)
-                        chosen, is_mine = best_kept(
-                            logits_ptr + row * row_stride, peaks_ptr + row * num_tiles,
-                            masses_ptr + row * num_tiles, parts_ptr + row * num_splits * 2,
-                            arrived_ptr + row, peaks, scores, tokens, winners, largest, inverse,
-                            scale, seed, position, top_k, top_p, min_p, split, num_splits,
-                            num_tiles, vocab, TILES, SPLITS, BLOCK,
-                        )  # fmt: skip
+                    is_pair = (top_p < 1) & ((top_k <= 0) | (top_k >= vocab))
+                    if (top_k > 0) & (top_k < vocab):
+                        least = least_of_top(
+                            row_ptr, tiles_ptr, peaks, largest, top_k, num_tiles, vocab, BLOCK
+                        )
+                        if top_p < 1:
+                            total, same = mass_above(
+                                row_ptr, tiles_ptr, least, least, largest, scale, 0, num_tiles,
+                                vocab, False, BLOCK,
+                            )  # fmt: skip
+                            limit = tl.maximum(top_p.to(tl.float64) * total.to(tl.float64), 1.0)
+                chosen, bound, scores, tokens, winners = best_kept(
+                    row_ptr, tiles_ptr, scores, tokens, winners, bound, least, limit, min_p,
+                    largest, inverse, scale, seed, position, num_tiles, vocab, TILES, BLOCK,
+                )  # fmt: skip
+                if is_pair:
+                    pair_limit = mass_limit(
+                        masses_ptr + row * num_tiles, peaks, largest, scale, top_p, num_tiles,
+                        TILES,
+                    )  # fmt: skip
+                    second, pivot, scores, tokens, winners = next_winner(
+                        row_ptr, tiles_ptr, scores, tokens, winners, bound, scale, inverse,
+                        seed, position, vocab, TILES, BLOCK,
+                    )  # fmt: skip
+                    tl.store(pair_ptr + row, second)
+                    tl.store(pivots_ptr + row * 2, bound)
+                    tl.store(pivots_ptr + row * 2 + 1, tl.maximum(bound, pivot))
             else:
+                row_tokens = tl.load(tokens_ptr + at, mask=tiles < num_tiles, other=0)
                 peak, tile = tl.max(
-                    peaks, 0, return_indices=True, return_indices_tie_break_left=True
+                    row_peaks, 0, return_indices=True, return_indices_tie_break_left=True
                 )
-                chosen = tl.max(tl.where(tiles == tile, tokens, -1), 0)
-    if is_mine:
-        tl.store(out_ptr + row, chosen.to(tl.int64))
+                chosen = tl.max(tl.where(tiles == tile, row_tokens, -1), 0)
+    tl.store(out_ptr + row, chosen.to(tl.int64))
+    if HAS_FILTERS:
+        tl.store(limits_ptr + row, pair_limit)
+        tl.store(arrived_ptr + row, 0)
+
+
+@triton.jit
+def weigh_kernel(
+    # inputs: logits [N, V], rows [N], columns [S], tiles [N, tiles], of `pick_kernel`
+    logits_ptr, slots_ptr, offsets_ptr, seq_len_ptr, temperature_ptr, seed_ptr, min_p_ptr,
+    peaks_ptr, ratios_ptr, pair_ptr, pivots_ptr, limits_ptr,
+    # scratch [N, splits, 2] and [N], output [N]
+    parts_ptr, arrived_ptr, out_ptr,
+    vocab, num_tiles, tiles_per_program, row_stride,
+    TILES: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Whether top_p keeps the token of a row, or the one after it, or which one."""
+    row = tl.program_id(0).to(tl.int64)
+    split, num_splits = tl.program_id(1), tl.num_programs(1)
+    limit = tl.load(limits_ptr + row)
+    if limit < BROKEN:
+        slot = tl.load(slots_ptr + row)
+        row_ptr = logits_ptr + row * row_stride
+        tiles_ptr = peaks_ptr + row * num_tiles
+        peaks, scores, tokens, winners, inverse, scale, seed, position = load_row(
+            row, slot, offsets_ptr, seq_len_ptr, temperature_ptr, seed_ptr, peaks_ptr, ratios_ptr,
+            num_tiles, TILES,
+        )  # fmt: skip
+        largest = tl.max(peaks, 0)
+        first_pivot = tl.load(pivots_ptr + row * 2)
+        second_pivot = tl.load(pivots_ptr + row * 2 + 1)
+        first = split * tiles_per_program
+        low, high = mass_above(
+            row_ptr, tiles_ptr, first_pivot, second_pivot, largest, scale, first,
+            tl.minimum(first + tiles_per_program, num_tiles), vocab, True, BLOCK,
+        )  # fmt: skip
+        part_ptr = parts_ptr + row * num_splits * 2
+        tl.store(part_ptr + split * 2, low)
+        tl.store(part_ptr + split * 2 + 1, high)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == num_splits - 1:
+            parts = tl.arange(0, SPLITS)
+            is_part = parts < num_splits
+            lows = tl.load(part_ptr + parts * 2, mask=is_part, other=0, volatile=True)
+            highs = tl.load(part_ptr + parts * 2 + 1, mask=is_part, other=0, volatile=True)
+            if tl.sum(lows, 0).to(tl.float64) >= limit:
+                min_p = tl.minimum(tl.load(min_p_ptr + slot), 1.0)
+                chosen = tl.load(pair_ptr + row)
+                is_dropped = exp2((second_pivot - largest) * scale) < min_p
+                if is_dropped | (tl.sum(highs, 0).to(tl.float64) >= limit):
+                    chosen, pivot, scores, tokens, winners = best_kept(
+                        row_ptr, tiles_ptr, scores, tokens, winners, second_pivot, NOTHING, limit,
+                        min_p, largest, inverse, scale, seed, position, num_tiles, vocab, TILES,
+                        BLOCK,
+                    )  # fmt: skip
+                tl.store(out_ptr + row, chosen.to(tl.int64))

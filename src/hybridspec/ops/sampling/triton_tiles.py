@@ -1,6 +1,6 @@
 """What the kernels that choose tokens share: tiles of a row, masses and scores.
 
-A tile is 4096 tokens, or the whole row where it is shorter. The arithmetic is that of mass.py and
+A tile is 2048 tokens, or the whole row where it is shorter. The arithmetic is that of mass.py and
 gumbel.py, each operation rounded once.
 """
 
@@ -11,7 +11,15 @@ import triton.language as tl
 
 from . import mass
 
-__all__ = ["exp2", "load_tile", "noise_scale", "row_score", "tile_powers", "tile_winner"]
+__all__ = [
+    "exp2",
+    "load_tile",
+    "noise_scale",
+    "score_bounds",
+    "tile_powers",
+    "tile_ratios",
+    "tile_winner",
+]
 
 C4: tl.constexpr = tl.constexpr(mass.COEFFICIENTS[0])
 C3: tl.constexpr = tl.constexpr(mass.COEFFICIENTS[1])
@@ -89,23 +97,42 @@ def token_word(token, seed, position):
 
 
 @triton.jit
-def tile_winner(
-    row_ptr, index, x, powers, peak, bound, tile, inverse, seed, position, BLOCK: tl.constexpr
-):
-    """Best score of a tile among the tokens with a logit above `bound`, its token and logit.
+def tile_ratios(x, powers, bound, tile, seed, position, BLOCK: tl.constexpr):
+    """Bounds of scores but for the tile's part: p / (1 - u), -1 up to a logit of `bound`.
 
-    With u = (w + 1/2) / 2^32 and E = -log u, a score is log(p / E). Since E >= 1 - u, the ratio
-    p / (1 - u) is a bound that costs no logarithm: tokens are scored in its order, until none can
-    be better. The bounds are fp32, so a thousandth is left to rounding.
+    With u = (w + 1/2) / 2^32 and E = -log u, a score is log(p / E), and E >= 1 - u: a bound without
+    a logarithm. In units of 2^-32.
     """
     words = tile_words(tile, seed, position, BLOCK)
     rest = (0xFFFFFFFF - words).to(tl.float32) + 0.5
-    ratio = tl.where(x > bound, powers / rest, -1.0)
+    return tl.where(x > bound, powers / rest, -1.0)
+
+
+@triton.jit
+def score_bounds(ratios, peaks, inverse):
+    """Scores that nothing in a tile exceeds, in fp64; a thousandth is left to fp32's rounding."""
+    is_some = ratios > 0
+    logs = tl.log(tl.where(is_some, ratios, 1.0).to(tl.float64) * (1.001 * 4294967296.0))
+    known = tl.where(is_some, peaks, 0.0).to(tl.float64)
+    return tl.where(is_some, logs + known * inverse, NOTHING)
+
+
+@triton.jit
+def tile_winner(
+    row_ptr, tile, peak, bound, inverse, scale, seed, position, vocab, BLOCK: tl.constexpr
+):
+    """Best score of a tile among the tokens with a logit above `bound`, its token and logit.
+
+    Tokens are scored in the order of their bounds, until none can be better.
+    """
+    index, x = load_tile(row_ptr, tile, vocab, BLOCK)
+    powers = tile_powers(x, peak, scale)
+    ratios = tile_ratios(x, powers, bound, tile, seed, position, BLOCK)
     best = tl.full([], NOTHING, tl.float64)
     token = tl.full([], 0, tl.int32)
     logit = tl.full([], NOTHING, tl.float32)
     floor = tl.full([], 0.0, tl.float32)
-    top, place = tl.max(ratio, 0, return_indices=True)
+    top, place = tl.max(ratios, 0, return_indices=True)
     while top >= floor:
         i = tile * BLOCK + place
         value = tl.load(row_ptr + i)
@@ -115,7 +142,7 @@ def tile_winner(
         token = tl.where(is_better, i, token)
         logit = tl.where(is_better, value, logit)
         ahead = tl.minimum(best - peak.to(tl.float64) * inverse, 80.0)
-        floor = (tl.exp(ahead) * (0.999 * 2.3283064365386963e-10)).to(tl.float32)
-        ratio = tl.where(index == i, -1.0, ratio)
-        top, place = tl.max(ratio, 0, return_indices=True)
+        floor = (tl.exp(ahead) * (0.999 / 4294967296.0)).to(tl.float32)
+        ratios = tl.where(index == i, -1.0, ratios)
+        top, place = tl.max(ratios, 0, return_indices=True)
     return best, token, logit

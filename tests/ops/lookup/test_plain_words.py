@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hybridspec.speculate import LookupDrafter
-from hybridspec.speculate.lookup import look_up
+from helpers.lookup_cases import to_pages
+from hybridspec.ops.lookup import look_up
 
 
 def expected(history: list[int], count: int) -> tuple[list[int], int]:
@@ -34,6 +33,13 @@ def expected(history: list[int], count: int) -> tuple[list[int], int]:
     return longer[len(history) :], agreement
 
 
+def one(history: list[int], count: int) -> tuple[list[int], int]:
+    """Look up in the log of one request."""
+    slots = torch.zeros(1, dtype=torch.int32)
+    drafts, num, agreement = look_up(*to_pages([history], 4), slots, count=count)
+    return drafts[0, : int(num[0])].tolist(), int(agreement[0])
+
+
 @settings(derandomize=True, max_examples=400, deadline=None)
 @given(
     history=st.lists(st.sampled_from([0, 1, 2, 256, 65536, 2**31 - 1]), min_size=1, max_size=60),
@@ -42,7 +48,7 @@ def expected(history: list[int], count: int) -> tuple[list[int], int]:
 @example(history=[7] * 60, count=7)
 @example(history=[256, 1, 65536, 256, 1], count=3)
 def test_equals_the_search_in_plain_words(history: list[int], count: int) -> None:
-    assert look_up(array("i", history), count) == expected(history, count)
+    assert one(history, count) == expected(history, count)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +65,4 @@ def test_equals_the_search_in_plain_words(history: list[int], count: int) -> Non
     ],
 )
 def test_by_hand(history: list[int], drafts: list[int]) -> None:
-    assert look_up(array("i", history), 3)[0] == drafts
-
-
-def test_only_what_is_wanted_is_proposed() -> None:
-    histories = [array("i", tokens) for tokens in ([1, 2, 3, 1, 2], [1, 2, 3, 1, 2], [4, 5, 6])]
-    drafts = LookupDrafter().propose([0, 1, 2], histories, [2, 0, 3], has_confidences=True)
-    assert [draft.tokens for draft in drafts] == [[3, 1], [], []]
-    assert [draft.confidences for draft in drafts] == [[2 / 3, 2 / 3], [], []]
-    [draft] = LookupDrafter().propose([0], histories[:1], [2], has_confidences=False)
-    assert (draft.tokens, draft.confidences) == ([3, 1], [])
+    assert one(history, 3)[0] == drafts
