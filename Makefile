@@ -21,13 +21,14 @@ GPU_PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONPATH=src:tests$${PYTHONPATH:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p xdist -p timeout -p hypothesispytest -p gpu_results \
 	-n $(GPU_JOBS) --dist worksteal --timeout 120 --timeout-method thread -m gpu
 
-.PHONY: help demo test test-full test-gpu lint format clean
+.PHONY: help demo test test-full test-gpu test-page lint format clean
 
 help:
 	@echo 'make demo       generate with the bundled model, then compare with plain decoding'
 	@echo 'make test       linters and tests, at most 10 minutes on 2 cores'
 	@echo 'make test-full  linters and all tests that need no GPU; writes tests/results/test-full.txt'
 	@echo 'make test-gpu   tests on a GPU with PYTHON as it is; SHARD=paths runs a part'
+	@echo 'make test-page  the page in Chromium, which has to be there, and Playwright in .venv'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     ruff format and the fixes that ruff can make'
 	@echo 'make clean      remove the virtual environment and caches'
@@ -49,14 +50,17 @@ demo: .venv/.ready-engine
 test: .venv/.ready-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(PYTEST) -m 'not gpu and not slow'
+	@$(PYTEST) -m 'not gpu and not slow and not browser'
 
 test-full: lint
 	@mkdir -p tests/results
-	@$(PYTEST) -m 'not gpu' --timeout 1800 --result-file tests/results/test-full.txt
+	@$(PYTEST) -m 'not gpu and not browser' --timeout 1800 --result-file tests/results/test-full.txt
 
 test-gpu:
 	@$(GPU_PYTEST) --gpu-results=$(GPU_RESULTS) $(SHARD)
+
+test-page: .venv/.ready-dev
+	@$(PYTEST) -m browser tests/serve/test_page.py
 
 lint: .venv/.ready-dev
 	@$(BIN)/ruff check .

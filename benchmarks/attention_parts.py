@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from harness import Timing, Variant, environment, time_interleaved
-from hybridspec.models.layers import RmsNorm, rotate_
-from hybridspec.ops.paged_attention import fa3, reference
+from hybridspec.ops.norms import RmsNorm
+from hybridspec.ops.paged_attention import Batch, Pages, Rows, cpu, fa3
 from hybridspec.ops.paged_attention.append import append_rows
-from hybridspec.ops.rotary import norm_and_rotate
+from hybridspec.ops.rotary import norm_and_rotate, rotate_
 
 NUM_TOKENS = 4
 # (requests, context, Hq, Hkv, D)
@@ -60,13 +60,14 @@ def attention(shape: tuple[int, int, int, int, int]) -> list[Variant]:
     slots = torch.arange(num_requests, **INT)
     seq_len = torch.full((num_requests,), context - NUM_TOKENS, **INT)
     cu_seqlens = torch.arange(num_requests + 1, **INT) * NUM_TOKENS
-    call = (q, k, v, *pages, slots[:, None], seq_len, cu_seqlens, slots)
+    memory = (Pages(*pages, slots[:, None], seq_len), Batch(cu_seqlens, slots, NUM_TOKENS))
     out, right = (torch.empty(q.shape, **BF16) for _ in range(2))
     scale = head_dim**-0.5
-    fa3.verify(*call, NUM_TOKENS, scale, out)
-    reference.verify(*call, NUM_TOKENS, scale, right)
+    call = (Rows(q, k, v, out, scale), *memory)
+    fa3.verify(*call)
+    cpu.verify(Rows(q, k, v, right, scale), *memory)
     refuse_if_wrong(out, right, 2e-2)
-    stored = append_rows(*call[1:])
+    stored = append_rows(*call)
     return [
         Variant(
             "library",
@@ -81,8 +82,8 @@ def attention(shape: tuple[int, int, int, int, int]) -> list[Variant]:
                 causal=True,
             ),
         ),
-        Variant("append", lambda: append_rows(*call[1:])),
-        Variant("adapter", lambda: fa3.verify(*call, NUM_TOKENS, scale, out)),
+        Variant("append", lambda: append_rows(*call)),
+        Variant("adapter", lambda: fa3.verify(*call)),
     ]
 
 
@@ -101,7 +102,7 @@ def rotation(shape: tuple[int, int, int, int]) -> list[Variant]:
     def plain() -> Tensor:
         """What layers do on a CPU."""
         wide = norm.forward(x.float())
-        rotate_(wide, (cos, sin))
+        rotate_(wide, cos, sin)
         return wide.to(x.dtype)
 
     def fused() -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from harness import BEST_READ_RATE, Variant, environment, read_pool, time_interleaved
-from hybridspec.ops.paged_attention import launch, verify
+from hybridspec.ops.paged_attention import Batch, Pages, Rows, launch, verify
 
 PAGE_SIZES = (16, 128)
 TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -155,8 +155,9 @@ class Call:
         if config is None:
             verify(*arguments, max_verify_tokens=self.setting.rows, out=self.out, backend="triton")
         else:
-            scale = self.setting.head_dim**-0.5
-            launch.verify(*arguments, self.setting.rows, scale, self.out, config)
+            rows = Rows(self.q, self.k, self.v, self.out, self.setting.head_dim**-0.5)
+            batch = Batch(self.cu_seqlens, self.slots, self.setting.rows)
+            launch.verify(rows, Pages(*pools, table, self.seq_len), batch, config=config)
 
     def flash_attention(self, *, appends: bool) -> Tensor:
         from fa3_fwd_interface import flash_attn_with_kvcache

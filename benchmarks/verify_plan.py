@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from hybridspec.compat import lightllm
-from hybridspec.ops.verify_plan import Step, launch, reference
+from hybridspec.ops.verify_plan import Step, cpu, launch
+from hybridspec.ops.verify_plan.call import Cursors, Drafts
 from measured_commit import measured_commit
 from spread import median_and_fifths
 
@@ -54,14 +55,16 @@ def new_call(
 ) -> Callable[[], None]:
     """Return a call of the kernels that was compared with the reference."""
     num_rows = max(num_requests * (num_drafts + 1) // 2, num_requests)
-    plans, steps = [], (reference.plan_step, launch.plan_step)
+    plans, steps = [], (cpu.plan_step, launch.plan_step)
     for step, device in zip(steps, ("cpu", "cuda"), strict=True):
         case = new_case(num_requests, num_drafts, kind, device)
         plan = Step.create(
             max_requests=num_requests, max_rows=num_rows, max_drafts=num_drafts, device=device
         )
-        options = {} if step is reference.plan_step else {"config": config}
-        arguments = (*case.values(), num_rows, None, None, 16, plan)
+        options = {} if step is cpu.plan_step else {"config": config}
+        drafts = Drafts(case["confidences"], None, None)
+        cursors = Cursors(case["seq_len"], case["history_len"], case["ring_start"], 16)
+        arguments = (drafts, case["token_ids"], case["slots"], cursors, num_rows, plan)
 
         def call(step=step, arguments=arguments, options=options) -> None:
             step(*arguments, **options)

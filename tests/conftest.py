@@ -24,6 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--result-file", metavar="FILE", help="write the outcome of the run to FILE")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the server's tests out of GPU runs: none needs a GPU, all need the server's extra."""
+    is_gpu_run = config.getoption("markexpr") == "gpu"
+    return True if is_gpu_run and collection_path == ROOT / "tests" / "serve" else None
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail GPU tests where there is no GPU: whoever selects them means to run them."""
     if item.get_closest_marker("gpu") is None:

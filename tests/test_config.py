@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hybridspec.config import NOT_ACTED_ON_YET, EngineConfig, SamplingParams
-from hybridspec.errors import UnsupportedError
+from hybridspec.config import EngineConfig, SamplingParams
 
 _SOME_VALUES = {"allowed_token_ids": [3], "truncate_prompt_tokens": 4}
 
@@ -147,17 +145,6 @@ def test_a_clone_is_equal_and_apart() -> None:
     assert clone == params and clone is not params
     clone.logit_bias[9] = 1.0
     assert params.logit_bias == {3: 1.0}
-
-
-def test_what_is_not_acted_on_is_refused() -> None:
-    """A parameter is either carried out or refused, never taken and ignored."""
-    defaults = {field.name: field.default for field in fields(SamplingParams)}
-    assert set(defaults) >= NOT_ACTED_ON_YET
-    assert SamplingParams(**{name: defaults[name] for name in NOT_ACTED_ON_YET})
-    for name in NOT_ACTED_ON_YET:
-        value = not defaults[name] if isinstance(defaults[name], bool) else _SOME_VALUES[name]
-        with pytest.raises(UnsupportedError, match=f"^{name}: not implemented"):
-            SamplingParams(**{name: value})
 
 
 def test_stop_is_normalised() -> None:

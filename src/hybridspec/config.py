@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from hybridspec.errors import UnsupportedError
 from hybridspec.values import flag, integer, listed, number, optional_integer, optional_text, shown
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "DTYPES",
     "KV_LAYOUTS",
     "MAX_DRAFT_TOKENS",
-    "NOT_ACTED_ON_YET",
     "STATE_DTYPES",
     "EngineConfig",
     "SamplingParams",
@@ -29,12 +27,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 STATE_DTYPES = (*DTYPES, "int8")
 DRAFTERS = ("auto", "mtp", "lookup", "none")
 KV_LAYOUTS = ("paged", "contiguous")
-# Parameters that are understood and checked, but that no engine carries out.
-NOT_ACTED_ON_YET = frozenset(
-    {
-        "allowed_token_ids",
-    }
-)
 ATTENTION_BACKENDS = ("auto", "triton", "fa3", "reference")
 
 
@@ -83,8 +75,6 @@ class SamplingParams:
         truncate_prompt_tokens: keep only so many tokens of the prompt, the last ones; -1 keeps what
             fits the context with max_tokens new ones behind it.
 
-    Raises:
-        UnsupportedError: for a parameter in NOT_ACTED_ON_YET that is not its default.
     """
 
     temperature: float = 1.0
@@ -146,8 +136,6 @@ class SamplingParams:
             value = getattr(self, field.name)
             if isinstance(field.default, bool):
                 flag(field.name, value)
-            if field.name in NOT_ACTED_ON_YET and value != field.default:
-                raise UnsupportedError(f"{field.name}: not implemented, got {shown(value)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens: expected at most max_tokens ({self.max_tokens}), "
@@ -224,12 +212,25 @@ def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     return tuple(checked)
 
 
+def _rates(given: Any) -> tuple[float, ...] | None:
+    """Return probabilities of acceptance, checked."""
+    if given is None:
+        return None
+    rates = listed("acceptance", given, "numbers")
+    if not rates:
+        raise ValueError("acceptance: expected at least one number, got none")
+    return tuple(number("acceptance", rate, 0.0, 1.0) for rate in rates)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Options of an engine; "auto" and None are resolved when the model is loaded.
 
     Attributes:
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
+        acceptance: accept drafts by force with these probabilities, by position behind the newest
+            token, to measure; the output is synthetic then. None accepts what is right.
+        acceptance_spread: half the width around them within which each draft draws its own.
         verify_rows: most rows of a verify step over all requests, chosen by the drafter's
             confidence; each running request has one in any case; None verifies every draft.
         drafter: what drafts: "mtp" is the checkpoint's draft head, "lookup" the request's own text,
@@ -250,7 +251,7 @@ class EngineConfig:
             of small matrices, which more threads slow down, and torch's own number for others.
         max_num_seqs: most requests that run at the same time; None is 64 on a CPU, 256 on a GPU.
         max_num_batched_tokens: most prompt rows of a forward pass, over all requests.
-        enforce_eager: whether to run without CUDA graphs, as every engine does now.
+        enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from, in place of the model's own.
         seed: where the seeds of requests that name none come from; the same requests in the same
@@ -259,6 +260,8 @@ class EngineConfig:
 
     draft_tokens: int = 3
     verify_rows: int | None = None
+    acceptance: tuple[float, ...] | None = None
+    acceptance_spread: float = 0.0
     drafter: str = "auto"
     mtp_from: str | None = None
     dummy_weights: bool = False
@@ -281,6 +284,8 @@ class EngineConfig:
         checked: dict[str, Any] = {
             "draft_tokens": integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS),
             "verify_rows": optional_integer("verify_rows", self.verify_rows, 1),
+            "acceptance": _rates(self.acceptance),
+            "acceptance_spread": number("acceptance_spread", self.acceptance_spread, 0.0, 1.0),
             "max_model_len": optional_integer("max_model_len", self.max_model_len, 2),
             "memory_fraction": number(
                 "memory_fraction", self.memory_fraction, 0.0, 1.0, above_low=True

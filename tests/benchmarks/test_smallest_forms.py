@@ -10,20 +10,44 @@ import pytest
 
 from helpers.scripts import ROOT, run_apart, run_here
 
-ON_A_CPU = {
+ON_A_CPU: dict[str, list] = {
     "cpu_generate.py": ["--prompts", 1, "--max-tokens", 2, "--rounds", 1],
+    "engine_throughput.py": [
+        "--geometry",
+        "bundled",
+        "--device",
+        "cpu",
+        "--requests",
+        2,
+        "--drafts",
+        0,
+        1,
+        "--acceptance",
+        0.7,
+        "--prompt",
+        8,
+        "--tokens",
+        12,
+        "--rounds",
+        1,
+        "--skip",
+        1,
+    ],
     "fold_rules.py": ["--steps", 20],
     "gdn_8bit_forms.py": ["--first", "--tokens", 24],
+    "serve_overhead.py": ["--streams", 2, "--max-tokens", 4, "--rounds", 1],
     "tensor_cache.py": ["--devices", "cpu", "--rounds", 1, "--limit", 1],
 }
-ON_A_GPU = {
+ON_A_GPU: dict[str, list] = {
     "attention_parts.py": ["--iterations", 1, "--limit", 1],
     "attention_verify.py": ["--iters", 1, "--jobs", 1, "--limit", 1],
     "choose_tokens.py": ["--rows", 2, "--vocab", 5000, "--iterations", 1],
+    "engine_throughput.py": ["--geometry", "bundled", "--requests", 2, "--tokens", 16],
     "gdn_8bit_forms.py": ["--first", "--tokens", 24, "--device", "cuda"],
     "gdn_drift.py": ["--steps", 500, "--modes", "bf16"],
     "gdn_fold_stagger.py": ["--steps", 8, "--rounds", 1],
     "gdn_verify.py": ["--batch", 1, "--iters", 1],
+    "prefill_parts.py": ["--iterations", 1, "--limit", 2],
     "tensor_cache.py": ["--devices", "cuda", "--rounds", 1, "--limit", 1],
     "verify_plan.py": ["--limit", 2],
 }
@@ -31,7 +55,7 @@ MANY_REQUESTS = ["--requests", 3, "--verify-rows", 6, "--draft-tokens", 2, "--ma
 # Run by the script of the same name and by tests/tools, which have what it takes.
 ELSEWHERE = {"dynamic_verify.py", "gdn_8bit_model.py"}
 # What the others import.
-SHARED = {"harness.py", "measured_commit.py", "spread.py"}
+SHARED = {"geometries.py", "harness.py", "measured_commit.py", "spread.py"}
 
 
 def last_line(output: str) -> dict:

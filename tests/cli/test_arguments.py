@@ -16,6 +16,8 @@ from hybridspec.config import EngineConfig, SamplingParams
 
 # For programs: what they do is no matter of a text on a terminal.
 WITHOUT_FLAGS = {
+    "acceptance",
+    "acceptance_spread",
     "allowed_token_ids",
     "detokenize",
     "enforce_eager",

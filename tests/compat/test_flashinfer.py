@@ -13,6 +13,7 @@ from torch import Tensor
 from helpers.flashinfer_sessions import FlashSession
 from helpers.gdn_cases import Dtypes, Geometry, Pools, assert_same_bits, make_tokens, offsets
 from helpers.gdn_oracle import gates, prepared, recurrence, window_state
+from helpers.no_sync import no_sync
 from helpers.tolerances import assert_close, assert_same
 from hybridspec.compat import flashinfer
 from hybridspec.ops import gated_delta_rule
@@ -541,7 +542,6 @@ def test_ranges_are_not_checked_while_a_graph_is_captured() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_host_sync_where_the_caller_moves_the_cursors() -> None:
     call, flat = Call("cuda"), Call("cuda", is_flat=True)
     output = torch.zeros(3, 4, 4, 16, dtype=BF16, device="cuda")
@@ -549,10 +549,7 @@ def test_no_host_sync_where_the_caller_moves_the_cursors() -> None:
         cache_base=call.cache_base, restart_hist_on_flush=False, output=output
     )
     flat_arguments = flat.arguments()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         flashinfer.gated_delta_rule_mtp_ucache_flush(**arguments)
         flashinfer.gated_delta_rule_mtp_ucache(**flat_arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert output[0].ne(0).any() and output[2].eq(0).all()

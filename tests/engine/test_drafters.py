@@ -78,16 +78,20 @@ def test_drafts_are_those_of_a_fresh_prefill(base: Path, temperature: float) -> 
     compared = 0
     while engine.has_work:
         engine.step()
-        if request.finish_reason or request.max_useful_drafts < 3:
+        if request.finish_reason or engine.runner.decoder.requests.num_drafts[request.slot] < 3:
             continue
         twin = fresh.make_request(request.history.tolist()[:-1], params)
         fresh.scheduler.add(twin)
         with torch.inference_mode():
             fresh.scheduler.admit()
             fresh.runner.prefill(fresh.scheduler.prefill_chunks())
-        assert twin.newest_token == request.newest_token
-        assert twin.draft.tokens == request.draft.tokens
-        assert twin.draft.confidences == pytest.approx(request.draft.confidences, abs=1e-4)
+            fresh.runner.collect(0)
+        mine, new = (one.runner.decoder.requests for one in (engine, fresh))
+        assert twin.history == request.history
+        assert torch.equal(new.next_tokens[twin.slot], mine.next_tokens[request.slot])
+        torch.testing.assert_close(
+            new.confidences[twin.slot], mine.confidences[request.slot], atol=1e-4, rtol=0
+        )
         fresh.abort(twin)
         compared += 1
     accepted = sum(request.stats.accepted_per_step)

@@ -17,6 +17,10 @@ from helpers.drafters import (
 from helpers.tiny_checkpoints import TinyCheckpoint
 from hybridspec import LLM, SamplingParams
 from hybridspec.engine import scheduler as scheduler_module
+from hybridspec.ops.ring import commit
+from hybridspec.ops.verify_plan import Step
+from hybridspec.speculate import Decoder
+from hybridspec.speculate.plan import plan_rows
 
 NUM_NEW = 40
 
@@ -112,7 +116,7 @@ def test_rows_chosen_by_wild_confidences(tiny: TinyCheckpoint, plain: list[list[
     engine = scripted_engine(tiny.folder, known, random_script(3), 5, verify_rows=30)
     rng = random.Random(4)
     wild = [0.0, 1.0, 0.3, 0.99, float("nan"), float("inf"), -1.0]
-    engine.runner.drafter.confidence = lambda: rng.choice(wild)
+    engine.runner.decoder.drafter.inner.confidence = lambda: rng.choice(wild)
     requests = run(engine, prompts, params)
     assert [request.token_ids for request in requests] == plain
     assert {n for r in requests for n in r.stats.drafted_per_step} == {0, 1, 2, 3, 4, 5}
@@ -257,12 +261,24 @@ def test_requests_admitted_together_fold_in_different_steps(tiny: TinyCheckpoint
     assert all(step.history_len <= 16 for request in requests for step in request.outbox)
 
 
+def verify_and_forget(decoder: Decoder, slots: list[int]) -> None:
+    """Run the rows of a step, with the folds that are due, and commit none of them."""
+    pools, most = decoder.pools, decoder.requests.most_drafts
+    num_rows = len(slots) * (most + 1)
+    step = Step.create(max_requests=len(slots), max_rows=num_rows, max_drafts=most)
+    plan_rows(decoder, torch.tensor(slots, dtype=torch.int32), step, num_rows=num_rows)
+    decoder.model.forward(step, pools.memories)
+    commit(
+        pools.seq_len, pools.ring_start, pools.history_len, step.slots, step.is_fold,
+        step.num_verify_tokens, torch.zeros(len(slots), dtype=torch.int32),
+        ring_capacity=pools.specs.options.ring_capacity,
+    )  # fmt: skip
+
+
 def test_zero_committed_in_the_middle_of_a_batch(
     tiny: TinyCheckpoint, plain: list[list[int]]
 ) -> None:
     """A step of which one request commits nothing is as if it had not been run for it."""
-    from hybridspec.speculate import commit_rows, verify_drafts
-
     prompts, params = make_prompts(12)[:3], make_params(12)[:3]
     known = {tuple(p): tokens for p, tokens in zip(prompts, plain, strict=False)}
     engine = scripted_engine(tiny.folder, known, random_script(2), 3)
@@ -274,17 +290,7 @@ def test_zero_committed_in_the_middle_of_a_batch(
         running = list(engine.scheduler.running)
         if running:
             with torch.inference_mode():
-                rows = [[r.newest_token, *r.draft.tokens] for r in running]
-                starts = [r.num_tokens - 1 for r in running]
-                verified = verify_drafts(
-                    engine.model,
-                    engine.pools,
-                    [r.slot for r in running],
-                    rows,
-                    starts,
-                    [r.rule for r in running],
-                )
-                commit_rows(engine.pools, verified, [0] * len(running))
+                verify_and_forget(engine.runner.decoder, [r.slot for r in running])
         engine.step()
         steps += 1
     assert [request.token_ids for request in requests] == plain[:3]

@@ -9,7 +9,6 @@ from helpers.tiny_checkpoints import TinyCheckpoint
 from hybridspec import LLM, SamplingParams
 from hybridspec.engine.request import Request
 from hybridspec.runtime import GdnMemory
-from hybridspec.speculate import NO_TOKEN, ChoiceRule, choose_and_report
 
 PROMPTS = [list(range(i, i + 12)) for i in range(3)]
 
@@ -46,7 +45,7 @@ def test_other_requests_are_unharmed(tiny: TinyCheckpoint, k: int, params: Sampl
     count = len(found[1].token_ids)
     assert 3 < count < 30 and found[1].token_ids == right[1][:count]
     output = found[1].output().outputs[0]
-    assert f"new token {count + 1} hold NaN" in (output.error or "")
+    assert f"new token {count + 1}: the model's logits hold NaN" in (output.error or "")
     assert found[0].output().outputs[0].error is None
     assert len(found[1].outbox[-1].token_ids) == 0 and found[1].outbox[-1].finished
     assert output.logprobs is None or len(output.logprobs) == count
@@ -68,12 +67,29 @@ def test_a_model_of_nan_fails_at_once(tiny: TinyCheckpoint, k: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_one_nan_is_enough_and_infinities_are_not(temperature: float) -> None:
-    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    logits[1, 49] = torch.nan
-    logits[2, :20] = -torch.inf
-    logits[3, 7] = torch.inf
-    rule = ChoiceRule(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=3)
-    tokens, reports = choose_and_report(logits, [rule] * 4, [5] * 4, [()] * 4)
-    assert reports == [None] * 4
-    assert tokens[1] == NO_TOKEN and tokens[0] >= 0 and tokens[2] >= 20 and tokens[3] >= 0
+def test_an_infinite_weight_fails_at_once(tiny: TinyCheckpoint, temperature: float) -> None:
+    llm = LLM(tiny.folder, device="cpu")
+    with torch.inference_mode():
+        llm._engine.model.head[5, 0] = torch.inf
+    params = SamplingParams(temperature=temperature, seed=1, logprobs=1, max_tokens=200)
+    [output] = llm.generate(prompt_token_ids=PROMPTS[0], sampling_params=params)
+    [one] = output.outputs
+    assert one.finish_reason == "error" and "NaN or infinity" in (one.error or "")
+    assert one.logprobs is not None and len(one.logprobs) == len(one.token_ids)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("k", [0, 3])
+def test_where_everything_is_forbidden_there_is_an_error(
+    tiny: TinyCheckpoint, k: int, temperature: float
+) -> None:
+    llm = LLM(tiny.folder, draft_tokens=k, device="cpu")
+    first = llm.generate(prompt_token_ids=PROMPTS[0], sampling_params=greedy())[0].outputs[0]
+    words = [[first.token_ids[0], token] for token in range(97)]
+    params = SamplingParams(
+        temperature=temperature, seed=1, top_k=1, max_tokens=9, ignore_eos=True, bad_words=words
+    )
+    [output] = llm.generate(prompt_token_ids=PROMPTS[0], sampling_params=params)
+    [one] = output.outputs
+    assert one.token_ids == first.token_ids[:1] and one.finish_reason == "error"
+    assert "every token is forbidden" in (one.error or "")

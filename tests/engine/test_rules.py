@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from helpers.ascii_tokenizer import END, text_of, write_ascii_tokenizer
 from helpers.tiny_checkpoints import build_tiny_checkpoint
 from hybridspec import LLM, SamplingParams
-from hybridspec.engine.rules import make_rules, seed_of, word_tokens
+from hybridspec.engine.rules import make_options, seed_of, word_tokens
 from hybridspec.models import Tokenizer
 
 
@@ -51,20 +51,33 @@ def test_seeds_of_continuations() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_rules_of_one_request_share_nothing() -> None:
+def test_options_of_continuations() -> None:
     params = SamplingParams(n=2, presence_penalty=1, seed=3, min_tokens=2)
-    options = {"vocab_size": 9, "tokenizer": None, "seeds": random.Random(0)}
-    first, second = make_rules(params, [7], frozenset({5, 99, -1}), **options)
-    assert first.edits is not second.edits
-    first.edits.extend([4])
-    assert (first.edits.tokens, second.edits.tokens) == ([7, 4], [7])
+    given = {"vocab_size": 9, "tokenizer": None, "seeds": random.Random(0)}
+    first, second = make_options(params, [7], frozenset({5, 99, -1}), **given)
     assert (first.seed, second.seed) == (3, seed_of(3, 1))
-    assert first.forbidden == (5,)  # an end outside the vocabulary needs no forbidding
-    assert first.forbidden_until == 3
-    [usual] = make_rules(SamplingParams(), [7], frozenset(), **options)
-    assert usual.edits is None and usual.forbidden == ()
-    [other] = make_rules(SamplingParams(), [7], frozenset(), **options)
+    assert first.ends == [-1, 5, 99] and first.ends_from == 3
+    assert first.uses.has_counts and first.uses.has_masks
+    [usual] = make_options(SamplingParams(), [7], frozenset({5}), **given)
+    assert not usual.uses.has_edits and usual.ends_from == 0
+    [other] = make_options(SamplingParams(), [7], frozenset(), **given)
     assert usual.seed != other.seed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bad_words": [[token] for token in range(9)]},
+        {"allowed_token_ids": [3, 4], "bad_words": [[3], [4]]},
+        {"allowed_token_ids": [5], "min_tokens": 1},
+    ],
+)
+def test_a_request_that_may_say_nothing_is_refused(options: dict[str, object]) -> None:
+    params = SamplingParams(**options)
+    with pytest.raises(ValueError, match="at least one token that may be said"):
+        make_options(
+            params, [7], frozenset({5}), vocab_size=9, tokenizer=None, seeds=random.Random(0)
+        )
 
 
 def test_texts_as_bad_words(tmp_path: Path) -> None:

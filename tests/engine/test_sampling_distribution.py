@@ -10,7 +10,7 @@ import torch
 from helpers.drafters import run
 from helpers.tiny_checkpoints import TinyCheckpoint
 from hybridspec import LLM, SamplingParams
-from hybridspec.speculate import verify as verify_module
+from hybridspec.ops.accept import cpu
 
 PROMPT = [5, 17, 3, 88, 41]
 NUM_SAMPLES = 2000
@@ -66,8 +66,11 @@ def test_sampled_tokens_follow_the_softmax(tiny: TinyCheckpoint) -> None:
 def test_a_wrong_acceptor_is_found(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Teeth: accepting every draft gives the drafter's distribution."""
 
-    def accept_all(chosen: list[int], drafts: list[int]) -> list[int]:
-        return [*drafts, chosen[-1]]
+    def accept_all(
+        chosen: list[int], drafts: list[int], first: int, last: int, is_end: object
+    ) -> tuple[list[int], int, int]:
+        tokens = [*drafts, chosen[-1]][: last - first + 1]
+        return tokens, len(drafts), 2 if first + len(tokens) > last else 0
 
-    monkeypatch.setattr(verify_module, "accept_prefix", accept_all)
+    monkeypatch.setattr(cpu, "accept_one", accept_all)
     assert p_values(tiny, sampled(tiny))[1] < 1e-9

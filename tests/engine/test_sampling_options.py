@@ -13,8 +13,8 @@ from helpers.drafters import random_script, right_script, run, scripted_engine
 from helpers.sampling_cases import expected_tokens, random_params, random_prompts
 from helpers.tiny_checkpoints import TinyCheckpoint
 from hybridspec import LLM, RequestOutput, SamplingParams
-from hybridspec.speculate import penalties
-from hybridspec.speculate import verify as verify_module
+from hybridspec.ops.accept import cpu as accept_cpu
+from hybridspec.speculate import choose as choose_module
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.7},
@@ -145,12 +145,14 @@ def test_drafts_before_a_row_count(tiny: TinyCheckpoint, monkeypatch: pytest.Mon
     results = llm.generate(prompt_token_ids=prompts, sampling_params=params)
     plain = [result.outputs[0].token_ids for result in results]
     known = {tuple(p): tokens for p, tokens in zip(prompts, plain, strict=True)}
-    real = verify_module.choose_and_report
+    real = choose_module.choose
 
-    def blind(logits: Any, rules: Any, positions: Any, pending: Any) -> Any:
-        return real(logits, rules, positions, [()] * len(pending))
+    def blind(logits: Any, slots: Any, offsets: Any, table: Any, seq_len: Any, drafts: Any,
+              *rest: Any, **options: Any) -> Any:  # fmt: skip
+        nothing = torch.full_like(drafts, -1)
+        return real(logits, slots, offsets, table, seq_len, nothing, *rest, **options)
 
-    monkeypatch.setattr(verify_module, "choose_and_report", blind)
+    monkeypatch.setattr(choose_module, "choose", blind)
     requests = run(scripted_engine(tiny.folder, known, right_script, 7), prompts, [params] * 2)
     assert [request.token_ids for request in requests] != plain
 
@@ -158,7 +160,7 @@ def test_drafts_before_a_row_count(tiny: TinyCheckpoint, monkeypatch: pytest.Mon
 def test_what_was_said_counts(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Teeth of the second opinion: an engine that forgets its output is found out."""
     params = SamplingParams(**OPTIONS["presence"], temperature=0, max_tokens=24)
-    monkeypatch.setattr(penalties.LogitEdits, "extend", lambda self, tokens: None)
+    monkeypatch.setattr(accept_cpu, "_count", lambda counts, written: None)
     llm = LLM(tiny.folder, draft_tokens=0, device="cpu")
     [prompt, _] = two_prompts()
     [result] = llm.generate(prompt_token_ids=prompt, sampling_params=params)
@@ -178,7 +180,7 @@ def test_neutral_values_change_nothing(tiny: TinyCheckpoint, temperature: float)
     ]
     assert results[0] == results[1] == results[2]
     [request] = [llm._engine.make_request([1], spelt)]
-    assert request.rule.edits is None
+    assert not request.options.uses.has_edits
 
 
 def test_bad_words_end_to_end(tiny: TinyCheckpoint) -> None:
@@ -200,10 +202,11 @@ def test_bad_words_end_to_end(tiny: TinyCheckpoint) -> None:
 def test_nothing_may_be_said(tiny: TinyCheckpoint) -> None:
     llm = LLM(tiny.folder, device="cpu")
     everything = [[token] for token in range(97)]
-    with pytest.raises(ValueError, match="^bad_words, stop_token_ids: expected at least one token"):
+    message = "^bad_words, stop_token_ids, allowed_token_ids: expected at least one token"
+    with pytest.raises(ValueError, match=message):
         llm.generate(prompt_token_ids=[1], sampling_params=SamplingParams(bad_words=everything))
     most = SamplingParams(bad_words=everything[:-1], min_tokens=1, stop_token_ids=[96])
-    with pytest.raises(ValueError, match="^bad_words, stop_token_ids: expected at least one token"):
+    with pytest.raises(ValueError, match=message):
         llm.generate(prompt_token_ids=[1], sampling_params=most)
     last = SamplingParams(bad_words=everything[:-1], max_tokens=3)
     assert generated(llm.generate(prompt_token_ids=[1], sampling_params=last)) == [[[96] * 3]]

@@ -14,8 +14,7 @@ from hybridspec import LLM, CheckpointError, SamplingParams
 from hybridspec.engine.request import Request, RequestGroup
 from hybridspec.engine.text import Text
 from hybridspec.models.tokenizer import load_tokenizer
-from hybridspec.runtime import Allocator
-from hybridspec.speculate import ChoiceRule
+from hybridspec.runtime import Allocator, SlotOptions
 
 PROMPT = [ord(c) - 32 for c in "import os"]
 
@@ -190,7 +189,6 @@ def test_eos_ends_and_can_be_ignored(folder: Path) -> None:
 
 
 def test_text_held_back_is_handed_out_at_the_end(folder: Path) -> None:
-    rule = ChoiceRule(temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
     group = RequestGroup(
         request_id=0,
         prompt=None,
@@ -200,7 +198,7 @@ def test_text_held_back_is_handed_out_at_the_end(folder: Path) -> None:
         limit=6,
     )
     text = Text(load_tokenizer(folder).detokenizer(), ["</end>"])
-    request = Request(group=group, rule=rule, text=text)
+    request = Request(group=group, options=SlotOptions(), text=text)
     request.take([ord(c) - 32 for c in "ab</"])
     assert text.take() == "ab"
     request.take([ord(c) - 32 for c in "eX"])

@@ -11,11 +11,13 @@ from hybridspec.bundled import bundled_model_path
 from hybridspec.engine.request import Request, RequestGroup
 from hybridspec.engine.text import Text
 from hybridspec.models import load_tokenizer
-from hybridspec.speculate import NO_TOKEN, ChoiceRule, Logprob
+from hybridspec.ops.sampling import NO_TOKEN
+from hybridspec.runtime import SlotOptions
+from hybridspec.speculate import Logprob
 
 TOKENIZER = load_tokenizer(bundled_model_path())  # a token is a byte; 256 is special
 SPECIAL = 256
-RULE = ChoiceRule(temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
+OPTIONS = SlotOptions()
 
 settings.register_profile("text", derandomize=True, deadline=None, max_examples=200)
 PROFILE = settings.get_profile("text")
@@ -37,7 +39,7 @@ def request_for(params: SamplingParams, *, limit: int = 1000) -> Request:
     detokenizer = TOKENIZER.detokenizer(skip_special_tokens=params.skip_special_tokens)
     keeps_stop = params.include_stop_str_in_output
     text = Text(detokenizer, tuple(params.stop), keeps_stop=keeps_stop)
-    return Request(group=group, rule=RULE, text=text)
+    return Request(group=group, options=OPTIONS, text=text)
 
 
 def run(request: Request, tokens: list[int], cuts: list[int]) -> tuple[object, ...]:

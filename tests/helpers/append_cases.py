@@ -34,8 +34,8 @@ def check_append(name: str, dtypes: tuple[torch.dtype, torch.dtype], device: str
     k_pages, v_pages = expected_pages(batch)
     plain, kernel = moved(batch, device), moved(batch, device)
     described = [
-        append_rows_reference(*plain.tensors[1:]),
-        launch_append(*kernel.tensors[1:]),
+        append_rows_reference(*plain.call(0, None, plain.q)),
+        launch_append(*kernel.call(0, None, kernel.q)),
     ]
     for mine in (plain, kernel):
         for pages, right in ((mine.k_pages, k_pages), (mine.v_pages, v_pages)):

@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from helpers.far_memory import far_apart
+from hybridspec.ops._requests import Batch
+from hybridspec.ops.paged_attention.call import Pages, Rows
 
 __all__ = [
     "BATCHES",
+    "PROMPTS",
     "AttentionBatch",
     "check_verify",
     "expected_output",
@@ -51,6 +54,14 @@ BATCHES: dict[str, dict] = {
         "num_query_heads": 16, "num_kv_heads": 1,
     },
 }  # fmt: skip
+PROMPTS: dict[str, dict] = {
+    "prompt": {"lengths": [50], "positions": [0], "slots": [3]},
+    "prompts": {"lengths": [33, 16, 1, 17], "positions": [0, 0, 0, 0], "slots": [3, 1, 0, 5]},
+    "later chunks": {
+        "lengths": [20, 5, 0, 33], "positions": [12, 0, 3, 31], "slots": [4, -1, 2, 0],
+        "tail_rows": 3,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +87,14 @@ class AttentionBatch:
             self.q, self.k, self.v, self.k_pages, self.v_pages, self.page_table, self.seq_len,
             self.cu_seqlens, self.slots,
         )  # fmt: skip
+
+    def call(self, max_rows: int, scale: float | None, out: Tensor) -> tuple[Rows, Pages, Batch]:
+        """The arguments of a backend."""
+        return (
+            Rows(self.q, self.k, self.v, out, scale),
+            Pages(self.k_pages, self.v_pages, self.page_table, self.seq_len),
+            Batch(self.cu_seqlens, self.slots, max_rows),
+        )
 
     @property
     def longest(self) -> int:
@@ -238,7 +257,7 @@ def check_verify(
     plain = expected_output(batch, scale=scale, dtype=batch.q.dtype)
     moved = batch.to(device)
     out = torch.full(batch.q.shape, math.nan, dtype=batch.q.dtype, device=device)
-    run(*moved.tensors, max(batch.longest, 1), scale, out, **options)
+    run(*moved.call(max(batch.longest, 1), scale, out), **options)
     # Twice the error of PyTorch in that dtype; sums in another order round differently in fp32.
     allowed = 2 * (plain.double() - right).abs().max() + 8 * torch.finfo(torch.float32).eps
     assert (out.cpu().double() - right).abs().max() <= allowed

@@ -9,7 +9,7 @@ import torch
 from helpers.conv_cases import ConvBatch, expected_output, expected_ring, make_conv_batch
 from hybridspec.ops import causal_conv1d
 
-__all__ = ["BATCHES", "check_kernel", "check_split"]
+__all__ = ["BATCHES", "PROMPTS", "check_kernel", "check_prefill", "check_split"]
 
 BATCHES = {
     "one row": {"lengths": [1], "positions": [9], "slots": [2]},
@@ -20,6 +20,16 @@ BATCHES = {
     "bias": {"lengths": [3], "positions": [15], "slots": [0], "has_bias": True},
     "channels": {"lengths": [2, 1], "positions": [3, 8], "slots": [1, 0], "num_channels": 300},
 }
+
+PROMPTS = {
+    **BATCHES,
+    "prompt": {"lengths": [70], "positions": [0], "slots": [3]},
+    "later chunk": {"lengths": [33, 16, 17], "positions": [21, 64, 5], "slots": [4, 0, 2]},
+    "short prompts": {"lengths": [1, 2, 40], "positions": [1, 0, 0], "slots": [2, 5, 1]},
+    "ring of the history": {
+        "lengths": [35, 2], "positions": [18, 9], "slots": [1, 3], "capacity": 4, "width": 5,
+    },
+}  # fmt: skip
 
 
 def check_kernel(
@@ -37,6 +47,27 @@ def check_kernel(
     out = causal_conv1d.verify(
         *moved.tensors, max_verify_tokens=max(1, batch.longest), bias=moved.bias,
         activation=activation, backend="triton",
+    )  # fmt: skip
+    torch.testing.assert_close(out.double().cpu(), right, rtol=bound, atol=bound)
+    torch.testing.assert_close(moved.conv_ring.cpu(), ring, rtol=0, atol=0, equal_nan=True)
+
+
+def check_prefill(
+    name: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    activation: str | None,
+    device: str,
+    bound: float,
+) -> None:
+    """Run the prompts' kernel on a batch and compare outputs and every bit of the ring."""
+    x_dtype, ring_dtype = dtypes
+    batch = make_conv_batch(**PROMPTS[name], dtype=x_dtype, ring_dtype=ring_dtype)
+    kept = batch.weight.shape[1] - 1
+    right, ring = expected_output(batch, activation), expected_ring(batch, num_kept=kept)
+    moved = _moved(batch, device)
+    out = causal_conv1d.prefill(
+        *moved.tensors, max_seqlen=batch.longest, bias=moved.bias, activation=activation,
+        backend="triton",
     )  # fmt: skip
     torch.testing.assert_close(out.double().cpu(), right, rtol=bound, atol=bound)
     torch.testing.assert_close(moved.conv_ring.cpu(), ring, rtol=0, atol=0, equal_nan=True)

@@ -7,13 +7,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torch import Tensor
-
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.request import Request
-from hybridspec.ops.verify_plan import Step
-from hybridspec.speculate import ChoiceRule, Draft
+from hybridspec.speculate import Draft
 
 __all__ = ["ScriptedDrafter", "run", "scripted_engine"]
 
@@ -30,26 +27,20 @@ class ScriptedDrafter:
         self.engine: Engine | None = None
         self.confidence: Callable[[], float] = lambda: 0.5
 
-    def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
-        return hidden
-
     def propose(
         self,
-        last_hidden: Tensor,
         slots: Sequence[int],
-        starts: Sequence[int],
-        num_drafts: Sequence[int],
-        rules: Sequence[ChoiceRule],
         histories: Sequence[array[int]],
+        num_drafts: Sequence[int],
         *,
         has_confidences: bool,
     ) -> list[Draft]:
         scheduler = self.engine.scheduler
         by_slot = {r.slot: r for r in [*scheduler.running, *scheduler.prefilling]}
         drafts = []
-        for slot, start, count in zip(slots, starts, num_drafts, strict=True):
+        for slot, history, count in zip(slots, histories, num_drafts, strict=True):
             prompt = tuple(by_slot[slot].prompt_token_ids)
-            right, first = self.continuations[prompt], start + 1 - len(prompt)
+            right, first = self.continuations[prompt], len(history) - len(prompt)
             tokens = [self.script(right[i], i) for i in range(first, first + count)]
             drafts.append(Draft(tokens, [self.confidence() for _ in tokens]))
         return drafts

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from hybridspec.ops.verify_plan import Step, reference
+from hybridspec.ops.verify_plan import Step, cpu
+from hybridspec.ops.verify_plan.call import Cursors, Drafts
 
 __all__ = ["KINDS", "PlanCase", "differences", "random_case", "reference_plan", "run_plan"]
 
@@ -36,6 +37,12 @@ class PlanCase:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
         return replace(self, **moved)
+
+    def call(self) -> tuple[Drafts, Tensor, Tensor, Cursors, int]:
+        """Return the arguments of a backend's `plan_step`, without the plan."""
+        drafts = Drafts(self.confidences, self.num_drafts, self.calibration)
+        cursors = Cursors(self.seq_len, self.history_len, self.ring_start, 16)
+        return drafts, self.token_ids, self.slots, cursors, self.num_rows
 
     def new_plan(self) -> Step:
         """Return a plan of this case's size, filled with numbers that no result has."""
@@ -122,16 +129,13 @@ def random_case(
 def run_plan(case: PlanCase, step: Callable[..., None], **options: object) -> Step:
     """Call a backend's `plan_step` on a plan of its own."""
     plan = case.new_plan()
-    step(
-        case.confidences, case.token_ids, case.slots, case.seq_len, case.history_len,
-        case.ring_start, case.num_rows, case.num_drafts, case.calibration, 16, plan, **options,
-    )  # fmt: skip
+    step(*case.call(), plan, **options)
     return plan
 
 
 def reference_plan(case: PlanCase) -> Step:
     """The plan that the reference makes."""
-    return run_plan(case, reference.plan_step)
+    return run_plan(case, cpu.plan_step)
 
 
 def differences(plan: Step, expected: Step) -> Tensor:

@@ -13,18 +13,12 @@ from tests.helpers.tiny_checkpoints import build_tiny_checkpoint
 
 from hybridspec.errors import CheckpointError, UnsupportedError
 from hybridspec.models.config import ModelConfig
-from hybridspec.models.hybrid import load_model, memory_specs
-from hybridspec.runtime import MemoryOptions
+from hybridspec.models.hybrid import load_model
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: Any) -> Path:
     return build_tiny_checkpoint(tmp_path_factory.mktemp("good") / "m").folder
-
-
-@pytest.fixture(scope="module")
-def good_moe(tmp_path_factory: Any) -> Path:
-    return build_tiny_checkpoint(tmp_path_factory.mktemp("good") / "m", family="qwen3_next").folder
 
 
 def turn_into_adapter(folder: Path) -> None:
@@ -296,59 +290,11 @@ CONFIGS: dict[str, Case] = {
         "/generation_config.json: not readable as JSON",
     ),
 }
-# The same for a Qwen3-Next checkpoint.
-MOE: dict[str, Case] = {
-    "no experts": (
-        fields(num_experts=None),
-        C,
-        "/config.json: num_experts: expected a positive whole number, found nothing",
-    ),
-    "more chosen than there are": (
-        fields(num_experts_per_tok=7),
-        C,
-        "/config.json: num_experts_per_tok: expected at most num_experts (6), found 7",
-    ),
-    "no size of the experts": (
-        fields(moe_intermediate_size=None),
-        C,
-        "/config.json: moe_intermediate_size: expected a positive whole number, found nothing",
-    ),
-    "no size of the shared expert": (
-        fields(shared_expert_intermediate_size=0),
-        C,
-        "/config.json: shared_expert_intermediate_size: expected a positive whole number, found 0",
-    ),
-    "norm_topk_prob": (
-        fields(norm_topk_prob="yes"),
-        C,
-        "/config.json: norm_topk_prob: expected true or false, found 'yes'",
-    ),
-    "not normalized": (
-        fields(model_type="qwen3_5_moe_text", norm_topk_prob=False),
-        U,
-        "/config.json: norm_topk_prob: only True is supported in this family, found False",
-    ),
-    "layers without experts": (
-        fields(mlp_only_layers=["0"]),
-        C,
-        "/config.json: mlp_only_layers: expected a list of layer numbers, found ['0']",
-    ),
-    "experts every zero layers": (
-        fields(decoder_sparse_step=0),
-        C,
-        "/config.json: decoder_sparse_step: expected a positive whole number, found 0",
-    ),
-}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_broken_config(name: str, good: Path, tmp_path: Path) -> None:
     check(good, tmp_path / "m", CONFIGS[name])
-
-
-@pytest.mark.parametrize("name", MOE)
-def test_broken_config_of_experts(name: str, good_moe: Path, tmp_path: Path) -> None:
-    check(good_moe, tmp_path / "m", MOE[name])
 
 
 def test_absent_folder_is_named(tmp_path: Path) -> None:
@@ -387,14 +333,6 @@ def test_absent_layer_types_follow_the_interval(good: Path, tmp_path: Path) -> N
         good, tmp_path / "m", layer_types=None, num_hidden_layers=6, full_attention_interval=3
     )
     assert config.layer_kinds == ("gdn", "gdn", "attention") * 2
-    for max_verify_tokens, conv_rows in ((8, 16), (16, 32)):
-        options = MemoryOptions(
-            dtype=torch.float32, state_dtype=torch.float32, max_verify_tokens=max_verify_tokens
-        )
-        specs = memory_specs(config, options, has_head=True)
-        conv_rings = [spec.per_slot["conv_ring"] for spec in specs.layers if spec.per_slot]
-        assert [ring.shape[0] for ring in conv_rings] == [conv_rows] * 4
-        assert [bool(spec.per_token) for spec in specs.all()] == [False, False, True] * 2 + [True]
 
 
 def test_end_tokens_come_from_the_generation_config_first(good: Path, tmp_path: Path) -> None:

@@ -21,11 +21,6 @@ def good(tmp_path_factory: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def good_moe(tmp_path_factory: Any) -> Path:
-    return build_tiny_checkpoint(tmp_path_factory.mktemp("good") / "m", family="qwen3_next").folder
-
-
-@pytest.fixture(scope="module")
 def good_sharded(tmp_path_factory: Any) -> Path:
     return build_tiny_checkpoint(tmp_path_factory.mktemp("good") / "m", num_shards=2).folder
 
@@ -146,66 +141,6 @@ FILES: dict[str, Case] = {
         "quantized files are not supported",
     ),
 }
-EXPERTS = "model.layers.0.mlp.experts"
-# The same for a Qwen3-Next checkpoint, an expert's matrices being tensors of their own.
-MOE: dict[str, Case] = {
-    "a plain layer that has experts": (
-        fields(mlp_only_layers=[0]),
-        C,
-        "/model.safetensors: model.layers.0.mlp.gate_proj.weight: expected shape [80, 48], found "
-        "no tensor",
-    ),
-    "one expert less": (
-        tensors(lambda held: held.pop(f"{EXPERTS}.5.up_proj.weight")),
-        C,
-        f"/model.safetensors: {EXPERTS}.5.up_proj.weight: expected shape [24, 48], found no tensor",
-    ),
-    "one expert more": (
-        tensors(lambda held: held.update({f"{EXPERTS}.6.up_proj.weight": torch.zeros(24, 48)})),
-        C,
-        f"/model.safetensors: {EXPERTS}.6.up_proj.weight: expected no such tensor by config.json, "
-        "found shape [24, 48]",
-    ),
-    "experts in both forms": (
-        tensors(lambda held: held.update({f"{EXPERTS}.down_proj": torch.zeros(6, 48, 24)})),
-        C,
-        f"/model.safetensors: {EXPERTS}.0.down_proj.weight (and 5 more): expected no such tensor "
-        "by config.json, found shape [48, 24]",
-    ),
-    "fused experts turned over": (
-        tensors(lambda held: held.update({f"{EXPERTS}.gate_up_proj": torch.zeros(6, 48, 47)})),
-        C,
-        f"/model.safetensors: {EXPERTS}.gate_up_proj: expected shape [6, 48, 48], found "
-        "[6, 48, 47]",
-    ),
-    "router": (
-        tensors(lambda held: held.update({"model.layers.2.mlp.gate.weight": torch.zeros(5, 48)})),
-        C,
-        "/model.safetensors: model.layers.2.mlp.gate.weight: expected shape [6, 48], found [5, 48]",
-    ),
-    "no gate of the shared expert": (
-        tensors(lambda held: held.pop("model.layers.1.mlp.shared_expert_gate.weight")),
-        C,
-        "/model.safetensors: model.layers.1.mlp.shared_expert_gate.weight: expected shape [1, 48], "
-        "found no tensor",
-    ),
-    "an expert of the head": (
-        tensors(lambda held: held.pop("mtp.layers.0.mlp.experts.0.gate_proj.weight")),
-        C,
-        "/model.safetensors: mtp.layers.0.mlp.experts.0.gate_proj.weight: expected shape [24, 48], "
-        "found no tensor",
-    ),
-    "another family's projections": (
-        fields(model_type="qwen3_5_moe_text"),
-        C,
-        f"/model.safetensors: {L0}.in_proj_qkv.weight: expected shape [128, 48], found no tensor",
-    ),
-    "projections of other heads": (
-        fields(linear_num_value_heads=6),
-        C,
-        f"/model.safetensors: {L0}.conv1d.weight: expected shape [160, 1, 4], found [128, 1, 4]",
-    ),
-}
 INDEX = "model.safetensors.index.json"
 SHARD = "mtp.safetensors"
 SHARDED: dict[str, Case] = {
@@ -271,16 +206,10 @@ def test_broken_files(name: str, good: Path, tmp_path: Path) -> None:
     check(good, tmp_path / "m", FILES[name])
 
 
-@pytest.mark.parametrize("name", MOE)
-def test_broken_files_of_experts(name: str, good_moe: Path, tmp_path: Path) -> None:
-    check(good_moe, tmp_path / "m", MOE[name])
-
-
 @pytest.mark.parametrize("name", SHARDED)
 def test_broken_shards(name: str, good_sharded: Path, tmp_path: Path) -> None:
     check(good_sharded, tmp_path / "m", SHARDED[name])
 
 
-def test_teeth_the_unbroken_folders_load(good: Path, good_sharded: Path, good_moe: Path) -> None:
+def test_teeth_the_unbroken_folders_load(good: Path, good_sharded: Path) -> None:
     assert load_model(good).config == load_model(good_sharded).config
-    assert load_model(good_moe).config.moe is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from helpers.attention_cases import make_attention_batch
 from helpers.conv_cases import make_conv_batch
 from helpers.gdn_cases import Case, VerifyCall
 from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention
+from hybridspec.ops import ring as ring_ops
 
 GDN = ("q", "k", "v", "a", "b", "A_log", "dt_bias", "state", "ring", "cu_seqlens", "slots")
 CONV = ("x", "weight", "conv_ring", "seq_len", "cu_seqlens", "slots")
@@ -73,7 +73,7 @@ OPS: dict[str, Callable[[], Call]] = {
 def tensors(arguments: dict[str, Any]) -> list[Tensor]:
     ring = arguments.get("ring")
     held = list(arguments.values())
-    held += [] if ring is None else [getattr(ring, f.name) for f in dataclasses.fields(ring)]
+    held += [] if ring is None else [*ring]
     return [value for value in held if isinstance(value, Tensor)]
 
 
@@ -150,7 +150,7 @@ def test_cursors_that_lie_apart(name: str) -> None:
     for field in ("ring_start", "history_len"):
         op, arguments = OPS[name]()
         ring = arguments["ring"]
-        wrong = dataclasses.replace(ring, **{field: apart(getattr(ring, field))})
+        wrong = ring._replace(**{field: apart(getattr(ring, field))})
         refused(op, arguments | {"ring": wrong}, f"^ring.{field}: expected a last stride of 1")
 
 
@@ -185,15 +185,15 @@ def test_tensors_of_several_devices() -> None:
     op, right = OPS["gated_delta_rule.verify"]()
     right["is_fold"] = torch.zeros(2, dtype=torch.int8)
     ring = right["ring"]
-    fields = {f.name: getattr(ring, f.name) for f in dataclasses.fields(ring)}
+    fields = ring._asdict()
     moved = {k: v.to("meta") for k, v in fields.items() if isinstance(v, Tensor)}
     elsewhere = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in right.items()}
-    elsewhere["ring"] = dataclasses.replace(ring, **moved)
+    elsewhere["ring"] = ring._replace(**moved)
     for name in [k for k, v in right.items() if isinstance(v, Tensor) and k != "v"]:
         text = f"^{name}: expected a tensor on meta like (v|slots), got one on cpu"
         refused(op, elsewhere | {name: right[name]}, text)
     for name, tensor in moved.items():
-        wrong = dataclasses.replace(elsewhere["ring"], **{name: fields[name]})
+        wrong = elsewhere["ring"]._replace(**{name: fields[name]})
         assert tensor.device.type == "meta"
         text = f"^ring.{name}: expected a tensor on meta like v, got one on cpu"
         refused(op, elsewhere | {"ring": wrong}, text)
@@ -235,14 +235,14 @@ def test_cursors_outside_the_ring(field: str, value: int, text: str) -> None:
     op, arguments = OPS["gated_delta_rule.verify"]()
     ring = arguments["ring"]
     wrong = torch.full_like(getattr(ring, field), value)
-    ring = dataclasses.replace(ring, **{field: wrong})
+    ring = ring._replace(**{field: wrong})
     refused(op, arguments | {"ring": ring}, text)
 
 
 def test_cursors_outside_the_ring_in_fold_and_materialize() -> None:
     arguments = gdn_arguments()
     state, ring, slots = (arguments[name] for name in ("state", "ring", "slots"))
-    wrong = dataclasses.replace(ring, history_len=torch.full_like(ring.history_len, 33))
+    wrong = ring._replace(history_len=torch.full_like(ring.history_len, 33))
     marks, rows = torch.ones(2, dtype=torch.int8), torch.full((2,), 40, dtype=torch.int32)
     text = "^ring.history_len: expected 0..32 live rows"
     call = {"state": state, "ring": wrong, "slots": slots}
@@ -268,21 +268,21 @@ def test_slots_that_are_none_in_ops_on_slots() -> None:
     text = r"^slots: expected slots below 7, got \[1, 7\]"
     step = {"slots": outside, "is_fold": marks, "num_verify_tokens": ones}
     commit = {**cursors, **step, "num_committed": ones, "ring_capacity": 32}
-    refused(gated_delta_rule.commit, commit, text)
+    refused(ring_ops.commit, commit, text)
     history = {"history_len": cursors["history_len"], "max_window": 16}
-    refused(gated_delta_rule.decide_folds, step | history, text)
+    refused(ring_ops.decide_folds, step | history, text)
     pools = [torch.ones(7, 3)]
-    refused(gated_delta_rule.reset_slots, {"pools": pools, "slots": outside}, text)
+    refused(ring_ops.reset_slots, {"pools": pools, "slots": outside}, text)
     for name in ("src_slots", "dst_slots"):
         pair = {"src_slots": ones, "dst_slots": ones, name: outside}
-        refused(gated_delta_rule.copy_slots, {"pools": pools, **pair}, f"^{name}: expected slots")
+        refused(ring_ops.copy_slots, {"pools": pools, **pair}, f"^{name}: expected slots")
     assert torch.equal(pools[0], torch.ones(7, 3))
     with pytest.raises(TypeError, match=r"^pools\[0\]: expected a tensor"):
-        gated_delta_rule.reset_slots([None], ones)
+        ring_ops.reset_slots([None], ones)
     for wrong in (pools[0], None):  # the rows of a tensor would pass for pools
         text = f"^pools: expected a list of tensors .*, got {type(wrong).__name__}"
         with pytest.raises(TypeError, match=text):
-            gated_delta_rule.reset_slots(wrong, ones)
+            ring_ops.reset_slots(wrong, ones)
         with pytest.raises(TypeError, match=text):
-            gated_delta_rule.copy_slots(wrong, ones, ones)
+            ring_ops.copy_slots(wrong, ones, ones)
     assert torch.equal(pools[0], torch.ones(7, 3))

@@ -177,7 +177,7 @@ def test_growth_keeps_data() -> None:
     size = pool.nbytes
     assert pool.write(0, options, output=[7])
     before = [tensor.clone() for tensor in pool.table.tensors()]
-    pool.grow(3)
+    pool.resize(3)
     assert all(pool.write(slot, options, output=[8]) for slot in (1, 2))
     assert pool.nbytes > size
     for old, new in zip(before, pool.table.tensors(), strict=True):

@@ -16,11 +16,14 @@ from hybridspec.bundled import bundled_model_path
 from hybridspec.engine.request import Request, RequestGroup
 from hybridspec.engine.text import Text
 from hybridspec.models import load_tokenizer
-from hybridspec.serve.answers import ChatPlan, answer_chat, forced_call, stream_chat
+from hybridspec.ops.sampling import NO_TOKEN
+from hybridspec.runtime import SlotOptions
+from hybridspec.serve.answers import ChatPlan, answer_chat, stream_chat
 from hybridspec.serve.errors import ApiError
 from hybridspec.serve.fields import ChatBody
 from hybridspec.serve.replies import Head
-from hybridspec.speculate import NO_TOKEN, ChoiceRule, Logprob
+from hybridspec.serve.tools import forced_call
+from hybridspec.speculate import Logprob
 
 TOKENIZER = load_tokenizer(bundled_model_path())  # a token is a byte
 END = 256
@@ -46,9 +49,8 @@ class ScriptedStream:
             limit=10_000,
             tokenizer=TOKENIZER,
         )
-        rule = ChoiceRule(temperature=0, top_k=0, top_p=1, min_p=0, seed=0)
         text = Text(TOKENIZER.detokenizer(), tuple(params.stop))
-        request = Request(group=group, rule=rule, text=text)
+        request = Request(group=group, options=SlotOptions(), text=text)
         start = 0
         for size in [*sizes, len(tokens)]:
             step = tokens[start : start + size]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -226,6 +229,47 @@ def test_tokens_of_texts(client: openai.OpenAI, offline: LLM, running: Running) 
     assert chat["tokens"] == offline.tokenizer.encode(prompt, add_special_tokens=False)
 
 
+@pytest.mark.parametrize("seed", range(25))
+def test_random_options_equal_the_offline_answer(
+    client: openai.OpenAI, offline: LLM, seed: int
+) -> None:
+    rng = random.Random(seed)
+    options: dict[str, Any] = {
+        "temperature": rng.choice([0, 0.7, 1.3]),
+        "seed": rng.randrange(2**62),
+        "max_tokens": rng.randrange(1, 40),
+        "n": rng.choice([1, 1, 3]),
+        "stop": rng.choice([None, ["\n"], ["e", "self"], ["é"]]),
+        "frequency_penalty": rng.choice([0, 0.5]),
+        "presence_penalty": rng.choice([0, 1.5]),
+    }
+    ours: dict[str, Any] = {
+        "top_k": rng.choice([-1, 0, 5]),
+        "top_p": rng.choice([1, 0.8]),
+        "min_p": rng.choice([0, 0.05]),
+        "repetition_penalty": rng.choice([1, 1.2]),
+        "draft_tokens": rng.choice([None, 0, 1, 3]),
+        "min_tokens": rng.choice([0, 1]),
+        "include_stop_str_in_output": rng.random() < 0.5,
+        "ignore_eos": rng.random() < 0.5,
+        "allowed_token_ids": rng.choice([None, list(range(32, 127))]),
+    }
+    prompt = rng.choice([PROMPT, "class A:\n", "é"])
+    outputs = expected(offline, prompt, **options, **ours)
+    right = [(one.text, one.finish_reason, one.stop_reason) for one in outputs]
+    answer = client.completions.create(model="small", prompt=prompt, extra_body=ours, **options)
+    found = [(one.text, one.finish_reason, one.stop_reason) for one in answer.choices]
+    assert found == right
+    texts = [""] * options["n"]
+    chunks = client.completions.create(
+        model="small", prompt=prompt, extra_body=ours, stream=True, **options
+    )
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [text for text, _, _ in right]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -239,6 +283,8 @@ def test_tokens_of_texts(client: openai.OpenAI, offline: LLM, running: Running) 
         ({"prompt": "a" * 300_000}, "prompt: expected at most"),
         ({"prompt": []}, "prompt: expected 1 to 64 prompts"),
         ({"prompt": [1, 300]}, "prompt_token_ids: expected ids in"),
+        ({"stop": ["a"] * 33}, "stop: expected at most 32 entries"),
+        ({"logit_bias": {str(i): 1 for i in range(9000)}}, "logit_bias: expected at most 8192"),
         ({"suffix": "x"}, "suffix: not supported"),
         ({"best_of": 2}, "best_of: not supported"),
         ({"extra_body": {"structured_outputs": {"json": {}}}}, "structured_outputs: not supported"),
@@ -284,3 +330,13 @@ def test_fields_that_change_nothing_are_taken(
     assert [record.getMessage() for record in caplog.records] == [
         "requests have an unknown field 'new_field_1', which is ignored"
     ]
+
+
+def test_the_example_of_the_guide(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text()
+    [block] = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    block = block.replace("http://127.0.0.1:8000", running.url)
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/serving.md", "exec"), names)
+    names["client"].close()
+    assert len(capsys.readouterr().out) > 60

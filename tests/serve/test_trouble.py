@@ -150,6 +150,62 @@ def test_a_failed_step_ends_its_requests_and_no_others(
     assert client.completions.create(model="small", prompt="a", max_tokens=2)
 
 
+def test_steps_that_all_fail_give_up_what_waits(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was admitted, so no step can take it along."""
+
+    def broken() -> None:
+        raise RuntimeError("no admission at all")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running.llm._engine.scheduler, "admit", broken)
+        with pytest.raises(openai.InternalServerError, match="no admission at all"):
+            running.client().completions.create(model="small", prompt="a", max_tokens=2)
+    running.wait_idle()
+    assert running.client().completions.create(model="small", prompt="a", max_tokens=2)
+    assert ask(running, "GET", "/health")[0] == 200
+
+
+def test_a_stream_that_cannot_be_counted_ends_alone(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running.api.stepper, "_on_steps", broken)
+        with pytest.raises(openai.InternalServerError, match="a bug"):
+            running.client().completions.create(model="small", prompt="a", max_tokens=2)
+    running.wait_idle()
+    assert running.client().completions.create(model="small", prompt="a", max_tokens=2)
+
+
+@pytest.mark.slow
+def test_64_streams_for_two_minutes(running: Running) -> None:
+    """None fails, each equals the offline tokens, and nothing is left behind."""
+    offline = LLM("bundled", device="cpu")
+    prompts = [f"class Thing{i}:\n    def " for i in range(64)]
+    options = {"temperature": 0.9, "seed": 8, "max_tokens": 60}
+    right = [r.outputs[0].text for r in offline.generate(prompts, SamplingParams(**options))]
+    ends = time.monotonic() + 120
+    clients = [running.client() for _ in prompts]
+
+    def stream(i: int) -> int:
+        count = 0
+        while time.monotonic() < ends:
+            chunks = clients[i].completions.create(
+                model="small", prompt=prompts[i], stream=True, **options
+            )
+            assert "".join(chunk.choices[0].text for chunk in chunks) == right[i]
+            count += 1
+        return count
+
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        assert min(pool.map(stream, range(64))) >= 1
+    running.wait_idle()
+
+
 @pytest.fixture
 def guarded(folder: Path) -> Iterator[Running]:
     options = ServeOptions(model_name="small", api_keys=["first", "sécond"], drain_s=0.3)

@@ -1,4 +1,4 @@
-"""The command line: `hybridspec generate`, `compare`, `info` and `serve`.
+"""The command line: `hybridspec generate`, `compare`, `info`, `serve` and `bench-serve`.
 
 Whatever a user can get wrong ends as one line on standard error and exit status 2.
 """

@@ -32,6 +32,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
             raise UsageError(f"{flag_of(name)}: expected a positive number, got {value}")
+    if arguments.command == "bench-serve":
+        return arguments
     _refuse_contradictions(arguments)
     _settle_drafts(arguments)
     if arguments.command == "compare":

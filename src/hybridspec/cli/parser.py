@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import hybridspec
 from hybridspec.bundled import PROMPT_KINDS
-from hybridspec.cli.serve_flags import SERVE, add_serve_flags
+from hybridspec.cli.serve_flags import BENCH_SERVE, SERVE, add_bench_flags, add_serve_flags
 from hybridspec.cli.usage import UsageError
 from hybridspec.config import (
     ATTENTION_BACKENDS,
@@ -101,7 +101,6 @@ def _add_prompt(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -121,6 +120,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="random numbers as weights, to measure a geometry from config.json alone",
     )
+    _add_engine(group)
+
+
+def _add_engine(group: Any) -> None:
+    """Add how the model runs to the flags that say which one."""
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     for name, what, choices in (
         ("dtype", "of weights and activations", DTYPES),
         ("state_dtype", "of the recurrent state", STATE_DTYPES),
@@ -301,6 +306,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("compare", "plain against speculative decoding", _COMPARE, _add_compare, "[PROMPT ...] "),
         ("info", "geometry, backends and memory of a model", _INFO, _add_info, ""),
         ("serve", "a server with OpenAI's interface", SERVE, _add_serve, ""),
+        ("bench-serve", "load on a server", BENCH_SERVE, add_bench_flags, "[PROMPT ...] "),
     ):
         command = commands.add_parser(
             name,
@@ -312,7 +318,8 @@ def build_parser() -> argparse.ArgumentParser:
         )
         command.prog = f"hybridspec {name}"
         add_flags(command)
-        _add_model(command)
+        if name != "bench-serve":  # whose server has chosen its model
+            _add_model(command)
     return parser
 
 

@@ -40,10 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> ServeOptions:
-    for name, least in (("port", 0), ("max_requests", 1), ("drain", 0)):
-        if getattr(arguments, name) < least:
+    for name, least, most in (("port", 0, 65535), ("max_requests", 1, 10**6), ("drain", 0, 10**6)):
+        if not least <= (value := getattr(arguments, name)) <= most:
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag}: expected at least {least}, got {getattr(arguments, name)}")
+            raise UsageError(f"{flag}: expected {least} to {most}, got {value}")
     return ServeOptions(
         model_name=arguments.served_model_name or arguments.model or "bundled",
         api_keys=_keys(arguments.api_key_file),
@@ -80,10 +80,8 @@ def _template(given: str | None) -> str | None:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=_family(host), backlog=2048)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            reason = "the port is in use"
+    except OSError as error:
+        reason = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
         raise UsageError(f"--host, --port: cannot listen on {host}:{port}: {reason}") from None
 
 

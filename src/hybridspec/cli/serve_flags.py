@@ -1,14 +1,20 @@
-"""The flags of `hybridspec serve`; imports nothing that the server needs."""
+"""The flags of `hybridspec serve` and `bench-serve`; imports nothing that the server needs."""
 
 from __future__ import annotations
 
 import argparse
 
-__all__ = ["SERVE", "add_serve_flags"]
+__all__ = ["BENCH_SERVE", "SERVE", "add_bench_flags", "add_serve_flags"]
 
 SERVE = """\
 Serve a model with OpenAI's interface, on this machine only unless --host says
 otherwise; a page at / shows it at work. Needs: pip install 'hybridspec[serve]'
+"""
+
+BENCH_SERVE = """\
+Put load on a running server with OpenAI's interface and print what its clients
+see. Run it in a process of its own, on the same machine or another. Exit status
+1 if a request failed.
 """
 
 
@@ -62,3 +68,60 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let requests bring templates of their own",
     )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"expected 1 to 1000000, got {text!r}")
+    return value
+
+
+def add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the measuring client."""
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="texts to continue (default: the package's)"
+    )
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="where it answers (default: %(default)s)",
+    )
+    group.add_argument("--api-key-file", metavar="FILE", help="send the first key of this file")
+    group = parser.add_argument_group("load")
+    for name, default, what in (
+        ("--num-requests", 64, "requests in all"),
+        ("--concurrency", 16, "requests at a time"),
+        ("--max-tokens", 128, "tokens of each answer"),
+    ):
+        group.add_argument(
+            name, type=_count, default=default, metavar="N", help=f"{what} (default: {default})"
+        )
+    group.add_argument(
+        "--rate",
+        type=_positive,
+        metavar="R",
+        help="begin so many a second, at random moments, in place of --concurrency",
+    )
+    group.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)"
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of the moments and of the answers"
+    )
+    group.add_argument(
+        "--use-eos", action="store_true", help="let answers end early, at the end-of-text token"
+    )
+    group.add_argument("--chat", action="store_true", help="send each prompt as a conversation")
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON object")
+    group.add_argument("--plot", metavar="FILE", help="write the distribution of times as SVG")

@@ -9,17 +9,21 @@ dtype of the rows; a row with a negative index never moves its cursors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
+from hybridspec.compat._calls import CallerError, renamed
+from hybridspec.compat.flashinfer_prefix import gdn_prefix_materialize
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops.gated_delta_rule import verify_rows
 from hybridspec.ops.ring import restart_windows
 
-__all__ = ["CallerError", "gated_delta_rule_mtp_ucache", "gated_delta_rule_mtp_ucache_flush"]
+__all__ = [
+    "CallerError",
+    "gated_delta_rule_mtp_ucache",
+    "gated_delta_rule_mtp_ucache_flush",
+    "gdn_prefix_materialize",
+]
 
 _WINDOW = 16
 _FLUSH_RING = 32
@@ -37,10 +41,6 @@ _NAMES = {
     "ring.ring_start": "cache_base",
     "out": "output",
 }
-
-
-class CallerError(ValueError, AssertionError):
-    """A wrong call. FlashInfer asserts most of its contract and raises ValueError for the rest."""
 
 
 def gated_delta_rule_mtp_ucache_flush(
@@ -331,16 +331,6 @@ def _check_range(name: str, cursor: Tensor, most: int, text: str) -> None:
         raise CallerError(f"{name} out of legal range {text}: found {least} to {largest}")
 
 
-@contextmanager
-def _flashinfer_names() -> Iterator[None]:
-    """Raise the op's complaints about a call again, in FlashInfer's words."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        name, colon, rest = str(error).partition(":")
-        raise CallerError(f"{_NAMES.get(name, name)}{colon}{rest}") from error
-
-
 def _verify(
     A_log: Tensor,
     a: Tensor,
@@ -367,7 +357,7 @@ def _verify(
         for name, rows in (("q", q), ("k", k), ("v", v), ("a", a), ("b", b))
     )
     k_cache = _required("k_cache", k_cache)
-    with torch.no_grad(), _flashinfer_names():
+    with torch.no_grad(), renamed(_NAMES):
         return verify_rows(
             q,
             k,

@@ -35,8 +35,7 @@ def choose_backends(
     """Choose what serves each op of a model's layers, once for all steps.
 
     The layers are asked with a memory of one slot and few pages, so that whatever a backend looks
-    at is as it will be. Prompts are attended by FlashAttention-3 where it serves and nothing else
-    was asked for.
+    at is as it will be. Prompts are attended by what was asked for too where it serves them.
 
     Args:
         model: sizes of the model.
@@ -86,7 +85,7 @@ def _requested(op: str, attention: str, refusals: Mapping[str, str | None]) -> s
     if op == ATTENTION or attention == "auto":
         return attention if op == ATTENTION else "auto"
     if op == PROMPT_ATTENTION:
-        return "fa3" if attention == "fa3" and refusals["fa3"] is None else "reference"
+        return attention if refusals[attention] is None else "reference"
     return "auto"
 
 

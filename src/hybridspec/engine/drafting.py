@@ -5,13 +5,26 @@ from __future__ import annotations
 from hybridspec.config import EngineConfig
 from hybridspec.models import HybridModel
 from hybridspec.runtime import Pools
-from hybridspec.speculate import Drafter, LookupDrafter, MtpDrafter
+from hybridspec.speculate import (
+    Drafter,
+    DraftsFromLists,
+    ListDrafter,
+    LookupDrafter,
+    MtpDrafter,
+    NoDrafter,
+)
 
 __all__ = ["make_drafter"]
 
 
-def make_drafter(config: EngineConfig, model: HybridModel, pools: Pools) -> Drafter | None:
-    """Return the drafter that a resolved config names."""
+def make_drafter(
+    config: EngineConfig, model: HybridModel, pools: Pools, given: ListDrafter | None
+) -> Drafter:
+    """Return the drafter that was given, or the one that a resolved config names."""
+    if given is not None:
+        return DraftsFromLists(given)
     if config.drafter == "mtp":
         return MtpDrafter(model, pools)
-    return LookupDrafter() if config.drafter == "lookup" else None
+    if config.drafter == "lookup":
+        return LookupDrafter()
+    return NoDrafter()

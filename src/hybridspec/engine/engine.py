@@ -15,12 +15,13 @@ import torch
 
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.drafting import make_drafter
+from hybridspec.engine.graphs import StepGraphs, ladder
 from hybridspec.engine.interrupts import interrupts_wait
 from hybridspec.engine.isolation import ProcessGuard, torch_defaults
 from hybridspec.engine.memory import plan_pools
 from hybridspec.engine.request import Request, RequestGroup
 from hybridspec.engine.resolve import Resolved, resolve
-from hybridspec.engine.rules import check_params, counted_logprobs, make_rules
+from hybridspec.engine.rules import check_params, counted_logprobs, make_options
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
 from hybridspec.engine.text import Text
@@ -28,12 +29,17 @@ from hybridspec.errors import CapacityError, CheckpointError
 from hybridspec.models import HybridModel, OnProgress, load_model, load_tokenizer
 from hybridspec.models.generation import end_token_ids
 from hybridspec.models.layers import ATTENTION, PROMPT_ATTENTION
-from hybridspec.runtime import Allocator, Pools, available_host_bytes
-from hybridspec.speculate import Drafter
+from hybridspec.ops.accept import RequestTable
+from hybridspec.ops.sampling import SamplingUses
+from hybridspec.runtime import Allocator, Pools, SamplingPool, available_host_bytes
+from hybridspec.speculate import Asks, Decoder, ForcedAcceptance, ListDrafter
 
 __all__ = ["Engine"]
 
 _log = logging.getLogger("hybridspec")
+
+MOST_CAPTURED = 256  # requests of the largest captured step
+PENALTY_ROWS = 64  # requests with penalties at a time, on a device; more of them wait
 
 
 class Engine:
@@ -44,7 +50,7 @@ class Engine:
     Args:
         folder: model folder in Hugging Face layout.
         config: options; "auto" and None are resolved here, into `self.config`.
-        drafter: proposes tokens in place of what `config` names.
+        drafter: proposes lists of tokens in place of what `config` names; every step waits for it.
         on_progress: called with the bytes of weights read so far and those of all files.
     """
 
@@ -54,7 +60,7 @@ class Engine:
         folder: Path,
         config: EngineConfig,
         *,
-        drafter: Drafter | None = None,
+        drafter: ListDrafter | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         self.folder = folder
@@ -81,24 +87,57 @@ class Engine:
         )
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self.pools, self.allocator = _make_pools(self.resolved)
-        self.scheduler = Scheduler(self.allocator, self.config.max_num_batched_tokens)
-        if drafter is None:
-            drafter = make_drafter(self.config, self.model, self.pools)
-        self.runner = Runner(
-            self.model,
-            self.pools,
-            drafter,
-            draft_tokens=self.config.draft_tokens,
-            verify_rows=self.config.verify_rows,
-        )
+        self.runner = Runner(self._decoder(drafter), verify_rows=self.config.verify_rows)
+        self.scheduler = Scheduler(self.allocator, self.runner, self.config.max_num_batched_tokens)
+        if self._can_capture(drafter):
+            self.runner.graphs = StepGraphs(
+                self.runner.decoder,
+                ladder(min(self.pools.num_slots, MOST_CAPTURED)),
+                asks=Asks(
+                    uses=SamplingUses.everything(),
+                    has_confidences=self.config.verify_rows is not None,
+                ),
+                verify_rows=self.config.verify_rows,
+            )
+        # On a device the next step is launched before the outcome of the last one is read.
+        self.run_ahead = 1 if self.pools.device.type == "cuda" else 0
         self._ids = itertools.count()
         self.lock = threading.Lock()
         self._inbox: deque[Request] = deque()
         self._dropped: deque[Request] = deque()
 
+    def _can_capture(self, drafter: ListDrafter | None) -> bool:
+        """Whether steps can be captured: on a device, where no step waits for the host."""
+        is_device = self.pools.device.type == "cuda"
+        return is_device and drafter is None and not self.config.enforce_eager
+
+    def _decoder(self, drafter: ListDrafter | None) -> Decoder:
+        """Put together what steps work on."""
+        pools, forced = self.pools, None
+        if self.config.acceptance is not None:
+            _log.warning("synthetic: drafts are accepted by force, not because they are right")
+            forced = ForcedAcceptance(self.config.acceptance, self.config.acceptance_spread)
+        return Decoder(
+            model=self.model,
+            pools=pools,
+            requests=RequestTable.create(
+                num_slots=pools.num_slots,
+                num_drafts=self.config.draft_tokens,
+                device=pools.device,
+            ),
+            sampling=SamplingPool(
+                pools.num_slots,
+                self.model.config.vocab_size,
+                num_count_rows=min(pools.num_slots, PENALTY_ROWS),
+                device=pools.device,
+            ),
+            drafter=make_drafter(self.config, self.model, pools, drafter),
+            forced=forced,
+        )
+
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox) or self.scheduler.has_work
+        return bool(self._inbox or self.runner.launched) or self.scheduler.has_work
 
     def make_request(
         self,
@@ -150,7 +189,7 @@ class Engine:
             # The text leaves special tokens out, so it would never hold theirs.
             special = {self.tokenizer.special_id(text) for text in params.stop}
             ends |= frozenset(token for token in special if token is not None)
-        rules = make_rules(
+        options = make_options(
             params, ids, ends, vocab_size=vocab, tokenizer=self.tokenizer, seeds=self._seeds
         )
         group = RequestGroup(
@@ -164,8 +203,8 @@ class Engine:
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         requests = [
-            Request(group=group, rule=rule, index=index, text=self._text(params))
-            for index, rule in enumerate(rules)
+            Request(group=group, options=one, index=index, text=self._text(params))
+            for index, one in enumerate(options)
         ]
         if len(requests) > 1:
             group.requests += requests
@@ -250,14 +289,18 @@ class Engine:
         scheduler = self.scheduler
         self._take_in()
         scheduler.admit()
+        self.runner.fit_tables()
         try:
             if scheduler.prefilling:
                 self.runner.prefill(scheduler.prefill_chunks())
+                self.runner.collect(self.run_ahead)
                 scheduler.settle()
             if scheduler.running:
                 self.runner.decode(scheduler.running)
-                scheduler.settle()
+            self.runner.collect(self.run_ahead if scheduler.running else 0)
+            scheduler.settle()
         except BaseException as error:
+            self.runner.launched.clear()
             for request in [*scheduler.prefilling, *scheduler.running]:
                 self.abort(request, _lost_to(error))
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from hybridspec.engine.progress import show_progress
 from hybridspec.engine.prompts import prompt_list
 from hybridspec.engine.request import Request
 from hybridspec.engine.resolve import model_folder
+from hybridspec.engine.waiting import in_threads, run_requests
 from hybridspec.errors import CapacityError
 from hybridspec.models import ModelConfig, OnProgress, Tokenizer
 from hybridspec.models.chat import ChatTemplates, is_conversation
@@ -43,6 +43,9 @@ class LLM:
         model: folder in Hugging Face layout, the id of a repository on the Hugging Face hub, or
             "bundled" for the model in this package.
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
+        acceptance: accept drafts by force with these probabilities (conditional on the position
+            before), to measure; what comes out is synthetic.
+        acceptance_spread: half the width around them within which each draft draws its own.
         verify_rows: most rows of a verify step over all requests, the most probable drafts first;
             each running request has one in any case; None verifies every draft.
         drafter: what drafts: "mtp" is the checkpoint's draft head, "lookup" the request's own text,
@@ -67,7 +70,7 @@ class LLM:
         max_num_seqs: most requests that run at the same time, 1..256; None is 64 on a CPU and 256
             on a GPU.
         max_num_batched_tokens: most prompt rows of a forward pass, over all requests.
-        enforce_eager: whether to run without CUDA graphs, as every engine does now.
+        enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from: a folder, an id or "bundled".
         seed: where the seeds of requests that name none come from: the same requests in the same
@@ -88,6 +91,8 @@ class LLM:
         *,
         draft_tokens: int = 3,
         verify_rows: int | None = None,
+        acceptance: Sequence[float] | None = None,
+        acceptance_spread: float = 0.0,
         drafter: str = "auto",
         mtp_from: str | Path | None = None,
         dummy_weights: bool = False,
@@ -115,6 +120,8 @@ class LLM:
         config = EngineConfig(
             draft_tokens=draft_tokens,
             verify_rows=verify_rows,
+            acceptance=None if acceptance is None else tuple(acceptance),
+            acceptance_spread=acceptance_spread,
             drafter=drafter,
             mtp_from=str(mtp_from) if isinstance(mtp_from, Path) else mtp_from,
             dummy_weights=dummy_weights,
@@ -217,7 +224,7 @@ class LLM:
         prompts = prompt_list(prompt, prompt_token_ids)
         if len(prompts) != 1:
             raise TypeError(f"prompt_token_ids: expected one list of ids, got {len(prompts)}")
-        return self._run(self.make_requests(prompts, sampling_params))
+        return run_requests(self._engine, self.make_requests(prompts, sampling_params))
 
     def astream(
         self,
@@ -230,7 +237,7 @@ class LLM:
 
         Leaving the loop or cancelling the task drops the request.
         """
-        return _in_threads(self.stream(prompt, sampling_params, prompt_token_ids=prompt_token_ids))
+        return in_threads(self.stream(prompt, sampling_params, prompt_token_ids=prompt_token_ids))
 
     def chat(
         self,
@@ -270,7 +277,9 @@ class LLM:
     ) -> Iterator[StepOutput]:
         """Answer one conversation, yielding what each step adds; arguments as in `chat`."""
         prompt = self.chat_prompt(messages, **template_options)
-        return self._run(self.make_requests([prompt], sampling_params, add_special_tokens=False))
+        return run_requests(
+            self._engine, self.make_requests([prompt], sampling_params, add_special_tokens=False)
+        )
 
     def chat_prompt(
         self,
@@ -381,44 +390,8 @@ class LLM:
         ]
 
     def _outputs(self, requests: list[Request], *, has_progress: bool) -> list[RequestOutput]:
-        steps = self._run(requests)
+        steps = run_requests(self._engine, requests)
         count = sum(len(one.continuations) for one in requests)
         for _ in show_progress(steps, count) if has_progress else steps:
             pass
         return [request.output() for request in requests]
-
-    def _run(self, requests: list[Request]) -> Iterator[StepOutput]:
-        """Run the engine until these requests are done; drop them if the caller stops early.
-
-        Others may do the same, also in other threads: one at a time runs a step, for all requests.
-        """
-        engine = self._engine
-        outboxes = [request.outbox for request in requests]
-        everyone = [one for request in requests for one in request.continuations]
-        try:
-            for request in requests:
-                engine.submit(request)
-            is_running = bool(requests)
-            while is_running:
-                engine.guard.check()  # a forked child would wait for the lock
-                with engine.lock:
-                    if not any(outboxes):
-                        engine.step()
-                    reasons = [one.finish_reason for one in everyone]
-                    steps: list[StepOutput] = []
-                    for outbox in outboxes:
-                        steps += outbox
-                        outbox.clear()
-                yield from steps
-                if "abort" in reasons:
-                    dropped = RuntimeError("the request was dropped")
-                    raise next((r.failure for r in everyone if r.failure is not None), dropped)
-                is_running = None in reasons
-        finally:
-            engine.drop(everyone)
-
-
-async def _in_threads(steps: Iterator[StepOutput]) -> AsyncIterator[StepOutput]:
-    # A cancelled task leaves its thread inside `next`; the steps end when nobody holds them.
-    while (step := await asyncio.to_thread(next, steps, None)) is not None:
-        yield step

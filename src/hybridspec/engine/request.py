@@ -20,7 +20,9 @@ from hybridspec.engine.outputs import (
 )
 from hybridspec.engine.text import Text
 from hybridspec.models import Tokenizer
-from hybridspec.speculate import NO_TOKEN, ChoiceRule, Draft, TokenLogprobs
+from hybridspec.ops.sampling import NO_TOKEN
+from hybridspec.runtime import SlotOptions
+from hybridspec.speculate import TokenLogprobs
 
 __all__ = ["Request", "RequestGroup"]
 
@@ -89,12 +91,11 @@ class Request:
 
     Attributes:
         group: what it shares with the other continuations of the prompt.
-        rule: the parameters as the sampler wants them, the seed drawn.
+        options: the parameters as the sampler wants them, the seed drawn.
         text: what it says; None where no text is made.
         index: number of the continuation, from 0.
         history: tokens of the prompt and of the continuation.
         logprobs: a report for each token of the continuation if the parameters ask for it.
-        draft: what is proposed for the next step.
         slot: index in the pools while running, else None.
         admission: number of its admission to that slot, for results that come late.
         admitted_at: when that was, by `time.perf_counter`.
@@ -105,12 +106,11 @@ class Request:
     """
 
     group: RequestGroup
-    rule: ChoiceRule
+    options: SlotOptions
     text: Text | None
     index: int = 0
     history: array[int] = field(init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    draft: Draft = Draft([], [])
     slot: int | None = None
     admission: int = -1
     admitted_at: float = 0.0
@@ -165,20 +165,9 @@ class Request:
         return len(self.history)
 
     @property
-    def newest_token(self) -> int:
-        return self.history[-1]
-
-    @property
     def max_tokens_in_logs(self) -> int:
         """Rows that the request's logs can ever hold."""
         return len(self.group.prompt_token_ids) + self.group.limit
-
-    @property
-    def max_useful_drafts(self) -> int:
-        """Drafts that the request wants and can still commit in one step."""
-        room = max(self.limit - self.num_generated - 1, 0)
-        wanted = self.params.draft_tokens
-        return room if wanted is None else min(room, wanted)
 
     @property
     def error(self) -> str | None:
@@ -186,8 +175,9 @@ class Request:
         if self.finish_reason != "error":
             return None
         return (
-            f"the model's logits for new token {self.num_generated + 1} hold NaN, so none can be "
-            f"chosen: its weights are damaged, or their dtype overflows"
+            f"nothing can be chosen as new token {self.num_generated + 1}: the model's logits hold "
+            f"NaN or infinity (its weights are damaged, or their dtype overflows), or every token "
+            f"is forbidden there"
         )
 
     def take(
@@ -287,8 +277,6 @@ class Request:
     def _add(self, token: int, report: TokenLogprobs | None) -> None:
         group, text = self.group, self.text
         self.history.append(token)
-        if self.rule.edits is not None:
-            self.rule.edits.extend([token])
         if report is not None:
             self.logprobs.append(group.named(report))
         count = len(self.history) - len(group.prompt_token_ids)

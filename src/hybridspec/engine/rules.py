@@ -9,9 +9,9 @@ from dataclasses import replace
 from hybridspec.config import SamplingParams
 from hybridspec.errors import UnsupportedError
 from hybridspec.models import Tokenizer
-from hybridspec.speculate import ChoiceRule, LogitEdits
+from hybridspec.runtime import SlotOptions
 
-__all__ = ["check_params", "counted_logprobs", "make_rules", "seed_of", "word_tokens"]
+__all__ = ["check_params", "counted_logprobs", "make_options", "seed_of", "word_tokens"]
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of different requests do not meet
 
@@ -43,6 +43,7 @@ def check_params(
     tokens: dict[str, Sequence[int]] = {
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": list(params.logit_bias or {}),
+        "allowed_token_ids": params.allowed_token_ids or (),
         "bad_words": [t for word in params.bad_words if not isinstance(word, str) for t in word],
     }
     for name, ids in tokens.items():
@@ -94,7 +95,7 @@ def word_tokens(
     return list(found)
 
 
-def make_rules(
+def make_options(
     params: SamplingParams,
     prompt_token_ids: Sequence[int],
     ends: frozenset[int],
@@ -102,8 +103,8 @@ def make_rules(
     vocab_size: int,
     tokenizer: Tokenizer | None,
     seeds: random.Random,
-) -> list[ChoiceRule]:
-    """Return the rule of each of the request's continuations.
+) -> list[SlotOptions]:
+    """Return how the tokens of each of the request's continuations are chosen.
 
     Args:
         params: what the caller set, checked.
@@ -117,34 +118,29 @@ def make_rules(
         ValueError: if every token is forbidden.
     """
     words = word_tokens(params.bad_words, tokenizer)
-    early = tuple(sorted(t for t in ends if 0 <= t < vocab_size)) if params.min_tokens else ()
-    if len({word[0] for word in words if len(word) == 1}.union(early)) >= vocab_size:
+    said = set(range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids)
+    said -= {word[0] for word in words if len(word) == 1}
+    if not (said - ends if params.min_tokens else said):
         raise ValueError(
-            "bad_words, stop_token_ids: expected at least one token that may be said, got none"
+            "bad_words, stop_token_ids, allowed_token_ids: expected at least one token that may be "
+            "said, got none"
         )
     seed = seeds.getrandbits(63) if params.seed is None else params.seed
-    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    has_edits = bool(words or params.logit_bias) or penalties != (1, 0, 0)
     return [
-        ChoiceRule(
+        SlotOptions(
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
             min_p=params.min_p,
             seed=seed_of(seed, index),
-            forbidden=early,
-            forbidden_until=len(prompt_token_ids) + params.min_tokens,
-            edits=LogitEdits(
-                prompt_token_ids,
-                repetition=params.repetition_penalty,
-                frequency=params.frequency_penalty,
-                presence=params.presence_penalty,
-                bias=params.logit_bias,
-                bad_words=words,
-            )
-            if has_edits
-            else None,
-            num_logprobs=params.logprobs,
+            repetition=params.repetition_penalty,
+            frequency=params.frequency_penalty,
+            presence=params.presence_penalty,
+            bias=params.logit_bias or {},
+            bad_words=words,
+            allowed=params.allowed_token_ids,
+            ends=sorted(ends),
+            ends_from=len(prompt_token_ids) + params.min_tokens if params.min_tokens else 0,
         )
         for index in range(params.n)
     ]

@@ -1,110 +1,152 @@
-"""Runs the model over a batch of requests: prefill, then verify, commit and draft."""
+"""Runs the model over a batch of requests, and tells each request what its steps brought."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from hybridspec.engine.graphs import StepGraphs
 from hybridspec.engine.request import Request
-from hybridspec.models import HybridModel
-from hybridspec.ops.ring import advance
+from hybridspec.ops.accept import RequestTable, StepResult, Taken
+from hybridspec.ops.sampling import NO_TOKEN
 from hybridspec.ops.verify_plan import Step
-from hybridspec.runtime import Pools
 from hybridspec.speculate import (
-    Drafter,
-    Verified,
-    choose_and_report,
-    commit_rows,
-    plan_drafts,
+    Asks,
+    Decoder,
+    LogprobReport,
+    Outcome,
+    TokenLogprobs,
+    decode_step,
+    prefill_step,
     report_logprobs,
-    verify_drafts,
 )
 
 __all__ = ["Runner"]
 
 _ROWS_WITH_LOGITS = 64  # prompt rows whose logits are held at a time
+_MOST_STEPS = 256  # sizes of plans that are kept
+
+
+@dataclass(slots=True, kw_only=True)
+class _Launch:
+    """A step whose outcome the host has not read yet.
+
+    Attributes:
+        requests: the batch.
+        admissions: of each request when the step was launched; a slot may be another's since.
+        outcome: what the step found.
+        is_prefill: whether these are first tokens.
+        started: when it was launched.
+        copied: set on a device once the outcome lies in host memory.
+    """
+
+    requests: list[Request]
+    admissions: list[int]
+    outcome: Outcome
+    is_prefill: bool
+    started: float
+    copied: torch.cuda.Event | None = None
 
 
 class Runner:
     """One model over one set of pools.
 
     Attributes:
-        model: the target model.
-        pools: the memories of all requests.
-        drafter: proposes tokens; None decodes without drafts.
-        draft_tokens: most drafts per request and step.
+        decoder: model and memories.
         verify_rows: most rows of a verify step over all requests; None verifies every draft.
+        graphs: captured steps; None runs every step operator by operator.
+        launched: steps whose outcome was not read yet, oldest first.
     """
 
-    def __init__(
-        self,
-        model: HybridModel,
-        pools: Pools,
-        drafter: Drafter | None,
-        *,
-        draft_tokens: int,
-        verify_rows: int | None,
-    ) -> None:
-        self.model = model
-        self.pools = pools
-        self.drafter = drafter
-        self.draft_tokens = draft_tokens
+    def __init__(self, decoder: Decoder, *, verify_rows: int | None) -> None:
+        self.decoder = decoder
         self.verify_rows = verify_rows
+        self.graphs: StepGraphs | None = None
+        self.launched: deque[_Launch] = deque()
+        self._steps: dict[tuple[int, int], Step] = {}
+        self._lanes: tuple[list[int], Tensor] = ([], torch.empty(0))
+
+    def admit(self, request: Request) -> bool:
+        """Write what the device has to know of a request into its slot.
+
+        Returns:
+            False if the space for its options is taken, so that it has to wait.
+        """
+        decoder, pools, slot = self.decoder, self.decoder.pools, request.slot
+        assert slot is not None
+        self.fit_tables()
+        if not self.decoder.sampling.write(slot, request.options, prompt=request.prompt_token_ids):
+            return False
+        requests, size = decoder.requests, pools.page_size
+        prompt = torch.tensor(request.prompt_token_ids, dtype=torch.int32)
+        pages = pools.page_table[slot, : -(-len(prompt) // size)].long()
+        padded = torch.zeros(pages.shape[0] * size, dtype=torch.int32)
+        padded[: len(prompt)] = prompt
+        pools.token_pages[pages] = padded.view(-1, size).to(pools.device)
+        wish = request.params.draft_tokens
+        most = requests.most_drafts
+        requests.draft_limit[slot] = most if wish is None else min(wish, most)
+        requests.last_position[slot] = len(prompt) + request.limit - 1
+        requests.num_drafts[slot] = 0
+        requests.is_done[slot] = 0
+        return True
+
+    def fit_tables(self) -> None:
+        """Give the tables as many slots as the pools have, which grow and shrink on a CPU."""
+        decoder, num_slots = self.decoder, self.decoder.pools.num_slots
+        if decoder.requests.num_slots != num_slots:
+            decoder.requests = decoder.requests.resized(num_slots)
+            decoder.sampling.resize(num_slots)
+
+    def release(self, slot: int) -> None:
+        """Give back the space that `admit` took."""
+        self.decoder.sampling.release(slot)
 
     def prefill(self, chunks: Sequence[tuple[Request, int]]) -> None:
         """Process the next prompt rows of some requests; those at their end get a first token."""
-        pools = self.pools
+        started = time.perf_counter()
         requests = [request for request, _ in chunks]
         lengths = [rows for _, rows in chunks]
-        starts = [request.num_prefilled for request in requests]
-        slots = _slots(requests)
         spans = [
-            request.prompt_token_ids[start : start + rows + 1]
-            for (request, rows), start in zip(chunks, starts, strict=True)
+            request.prompt_token_ids[request.num_prefilled : request.num_prefilled + rows + 1]
+            for request, rows in chunks
         ]
-        fed = [t for span, rows in zip(spans, lengths, strict=True) for t in span[:rows]]
-        token_ids = torch.tensor(fed, device=pools.device)
-        step = Step.of_rows(slots, lengths, starts, token_ids, is_prefill=True)
-        hidden = self.model.forward(step, pools.memories)
-
-        self._report_prompts(requests, hidden, spans, lengths)
-        last_rows = (step.cu_seqlens[1:] - 1).to(torch.int64)
-        complete = [
-            b for b, r in enumerate(requests) if starts[b] + lengths[b] == len(r.prompt_token_ids)
-        ]
-        if complete:
-            chosen, reports = choose_and_report(
-                self.model.logits(hidden[last_rows[complete]]),
-                [requests[b].rule for b in complete],
-                [len(requests[b].prompt_token_ids) for b in complete],
-                [()] * len(complete),
-            )
-            for b, token, report in zip(complete, chosen, reports, strict=True):
-                spans[b].append(max(token, 0))  # the drafter reads on also where the request failed
-                requests[b].take([token], [report])
-        if self.drafter is not None:  # pairs each row with the token after it
-            following = [t for span in spans for t in span[1:]]
-            head_hidden = self.drafter.absorb(
-                torch.tensor(following, device=pools.device), hidden, step
-            )
-        num_rows = torch.tensor(lengths, dtype=torch.int32, device=pools.device)
-        advance(pools.seq_len, step.slots, num_rows)
-        for request, rows in chunks:
+        complete = []
+        for b, (request, rows) in enumerate(chunks):
             request.num_prefilled += rows
-        unfinished = [b for b in complete if requests[b].finish_reason is None]
-        if self.drafter is not None and unfinished:
-            self._draft([requests[b] for b in unfinished], head_hidden[last_rows[unfinished]])
-        now = time.perf_counter()
-        for b in complete:
-            requests[b].stats.prefill_s = now - requests[b].admitted_at
-            requests[b].post(["prefill"][: requests[b].num_generated], [], 0, False)
+            if request.num_prefilled == len(request.prompt_token_ids):
+                complete.append(b)
+        fed = [t for span, rows in zip(spans, lengths, strict=True) for t in span[:rows]]
+        step = Step.of_rows(
+            [slot for request in requests if (slot := request.slot) is not None],
+            lengths,
+            [request.num_prefilled - rows for request, rows in chunks],
+            self._upload(fed, torch.int64),
+            is_prefill=True,
+        )
+        following = [
+            t for span, rows in zip(spans, lengths, strict=True) for t in _next(span, rows)
+        ]
+        hidden, outcome = prefill_step(
+            self.decoder,
+            step,
+            self._upload(following, torch.int64),
+            self._upload(complete, torch.int64),
+            self._asks([requests[b] for b in complete]),
+        )
+        self._report_prompts(requests, hidden, spans, lengths)
+        if outcome is not None:
+            self._launch([requests[b] for b in complete], outcome, started, is_prefill=True)
 
     def _report_prompts(
         self,
         requests: Sequence[Request],
-        hidden: torch.Tensor,
+        hidden: Tensor,
         spans: Sequence[Sequence[int]],
         lengths: Sequence[int],
     ) -> None:
@@ -116,99 +158,147 @@ class Runner:
                 for first in range(0, len(span) - 1, _ROWS_WITH_LOGITS):
                     tokens = span[first + 1 : first + 1 + _ROWS_WITH_LOGITS]
                     some = hidden[start + first : start + first + len(tokens)]
-                    reports = report_logprobs(
-                        self.model.logits(some), tokens, [count] * len(tokens)
+                    logits = self.decoder.model.logits(some)
+                    request.group.add_prompt_reports(
+                        report_logprobs(logits, tokens, [count] * len(tokens))
                     )
-                    request.group.add_prompt_reports(reports)
             start += rows
 
     def decode(self, requests: Sequence[Request]) -> None:
-        """Verify every request's drafts, commit what is right, and draft anew."""
+        """Launch a step that verifies every request's drafts, commits what is right, drafts anew.
+
+        It is not waited for: `collect` tells the requests what it brought.
+        """
         started = time.perf_counter()
-        drafted = self._planned(requests)
-        verified = verify_drafts(
-            self.model,
-            self.pools,
-            _slots(requests),
-            [[r.newest_token, *tokens] for r, tokens in zip(requests, drafted, strict=True)],
-            [request.num_tokens - 1 for request in requests],
-            [request.rule for request in requests],
-        )
-        taken = [
-            request.take(tokens, reports)
-            for request, tokens, reports in zip(
-                requests, verified.tokens, verified.logprobs, strict=True
-            )
-        ]
-        self._commit_and_draft(requests, verified, taken)
-        elapsed = time.perf_counter() - started
-        for b, request in enumerate(requests):
-            num_accepted = len(verified.tokens[b]) - 1
-            stats = request.stats
-            stats.committed_per_step.append(taken[b])
-            stats.drafted_per_step.append(len(drafted[b]))
-            stats.accepted_per_step.append(num_accepted)
-            stats.folds += verified.is_fold[b]
-            stats.decode_s += elapsed
-            last = "bonus" if num_accepted == len(drafted[b]) else "recovered"
-            origins = (["accepted"] * num_accepted + [last])[: taken[b]]
-            request.post(origins, drafted[b], verified.history_len[b], verified.is_fold[b])
+        asks = self._asks(requests)
+        slots = [slot for request in requests if (slot := request.slot) is not None]
+        outcome = None if self.graphs is None else self.graphs.run(slots, asks)
+        if outcome is None:
+            outcome = self._run(slots, asks)
+        self._launch(list(requests), outcome, started, is_prefill=False)
 
-    def _planned(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The drafts of each request that this step verifies."""
-        tokens = [request.draft.tokens for request in requests]
-        if self.verify_rows is None or len(tokens) + sum(map(len, tokens)) <= self.verify_rows:
-            return tokens
-        drafts = [request.draft for request in requests]
-        counts = plan_drafts(drafts, self.verify_rows, self.pools.device)
-        return [mine[:count] for mine, count in zip(tokens, counts, strict=True)]
+    def _run(self, slots: list[int], asks: Asks) -> Outcome:
+        """Run a step operator by operator."""
+        decoder, count = self.decoder, len(slots)
+        if slots != self._lanes[0]:
+            self._lanes = (slots, self._upload(slots))
+        lanes = self._lanes[1]
+        num_rows = count * (decoder.requests.most_drafts + 1)
+        if not lanes.is_cuda:  # a device keeps its shapes; here dead rows cost time
+            num_rows = count + int(decoder.requests.num_drafts[lanes].sum())
+        if self.verify_rows is not None:
+            num_rows = min(num_rows, max(self.verify_rows, count))
+        step = self._step(count, num_rows)
+        return decode_step(decoder, lanes, step, num_rows=num_rows, asks=asks)
 
-    def _commit_and_draft(
-        self, requests: Sequence[Request], verified: Verified, taken: Sequence[int]
+    def collect(self, most_launched: int) -> None:
+        """Tell requests what their steps brought, until at most so many steps are unread."""
+        while len(self.launched) > most_launched:
+            launch = self.launched.popleft()
+            if launch.copied is not None:
+                launch.copied.synchronize()
+            elapsed = time.perf_counter() - launch.started
+            first = 0
+            rows = launch.outcome.result.packed[: len(launch.requests)].tolist()
+            for b, (request, row) in enumerate(zip(launch.requests, rows, strict=True)):
+                taken = Taken.of(row)
+                if request.finish_reason is None and request.admission == launch.admissions[b]:
+                    self._tell(request, taken, launch, first, elapsed)
+                first += taken.num_rows
+
+    def _tell(
+        self, request: Request, taken: Taken, launch: _Launch, first: int, elapsed: float
     ) -> None:
-        pools = self.pools
-        # Finished requests are dropped from drafting: their slot is given back after this step.
-        alive = [b for b, request in enumerate(requests) if request.finish_reason is None]
-        head_hidden = None
-        if self.drafter is not None and alive:
-            offsets = verified.step.cu_seqlens.tolist()
-            rows = [r for b in alive for r in range(offsets[b], offsets[b] + taken[b])]
-            hidden = verified.hidden
-            if len(rows) < hidden.shape[0]:
-                hidden = hidden[torch.tensor(rows, device=pools.device)]
-            lengths = [taken[b] for b in alive]
-            following = [t for b in alive for t in verified.tokens[b][: taken[b]]]
-            next_tokens = torch.tensor(following, device=pools.device)
-            step = Step.of_rows(
-                _slots([requests[b] for b in alive]),
-                lengths,
-                [requests[b].num_tokens - 1 - taken[b] for b in alive],
-                next_tokens,
-                is_prefill=False,
+        """Hand a request its tokens and post what the step added."""
+        tokens, report = taken.tokens, launch.outcome.report
+        count = request.params.logprobs
+        reports: list[TokenLogprobs] | None = None
+        if report is not None and count is not None:
+            reports = report.read(tokens, [count] * len(tokens), first)
+        if taken.done == RequestTable.DONE_BY_NAN:
+            tokens, reports = [*tokens, NO_TOKEN], None if reports is None else [*reports, {}]
+        num_taken = request.take(tokens, reports)
+        stats = request.stats
+        if launch.is_prefill:
+            stats.prefill_s = time.perf_counter() - request.admitted_at
+            request.post(["prefill"] * num_taken, [], 0, False)
+            return
+        stats.committed_per_step.append(num_taken)
+        stats.drafted_per_step.append(len(taken.drafts))
+        stats.accepted_per_step.append(taken.num_accepted)
+        stats.folds += taken.is_fold
+        stats.decode_s += elapsed
+        last = "bonus" if taken.num_accepted == len(taken.drafts) else "recovered"
+        origins = (["accepted"] * taken.num_accepted + [last])[:num_taken]
+        request.post(origins, taken.drafts, taken.history_len, taken.is_fold)
+
+    def _launch(
+        self, requests: list[Request], outcome: Outcome, started: float, *, is_prefill: bool
+    ) -> None:
+        """Note a step and begin to copy its outcome to the host."""
+        copied = None
+        if outcome.result.packed.is_cuda:
+            outcome, copied = _copied_to_host(outcome)
+        self.launched.append(
+            _Launch(
+                requests=requests,
+                admissions=[request.admission for request in requests],
+                outcome=outcome,
+                is_prefill=is_prefill,
+                started=started,
+                copied=copied,
             )
-            # Before the commit: the cursor stands where these rows begin.
-            head_hidden = self.drafter.absorb(next_tokens, hidden, step)
-            head_hidden = head_hidden[(step.cu_seqlens[1:] - 1).to(torch.int64)]
-        commit_rows(pools, verified, taken)
-        if head_hidden is not None:
-            self._draft([requests[b] for b in alive], head_hidden)
-
-    def _draft(self, requests: Sequence[Request], head_hidden: torch.Tensor) -> None:
-        assert self.drafter is not None
-        drafts = self.drafter.propose(
-            head_hidden,
-            _slots(requests),
-            [request.num_tokens - 1 for request in requests],
-            [min(self.draft_tokens, request.max_useful_drafts) for request in requests],
-            [request.rule for request in requests],
-            [request.history for request in requests],
-            has_confidences=self.verify_rows is not None,
         )
-        for request, draft in zip(requests, drafts, strict=True):
-            request.draft = draft
+
+    def _asks(self, requests: Sequence[Request]) -> Asks:
+        counts = [r.params.logprobs for r in requests if r.params.logprobs is not None]
+        slots = [request.slot for request in requests if request.slot is not None]
+        is_large = any(self.decoder.sampling.needs_eager(slot) for slot in slots)
+        return Asks(
+            uses=self.decoder.sampling.uses(slots),
+            num_logprobs=max(counts, default=None),
+            has_confidences=self.verify_rows is not None,
+            overflow=self.decoder.sampling.overflow if is_large else None,
+        )
+
+    def _step(self, num_requests: int, num_rows: int) -> Step:
+        """Return the tensors of a plan of this size, the same ones every time."""
+        size = (num_requests, num_rows)
+        if size not in self._steps:
+            if len(self._steps) >= _MOST_STEPS:
+                self._steps.clear()
+            self._steps[size] = Step.create(
+                max_requests=num_requests,
+                max_rows=num_rows,
+                max_drafts=self.decoder.requests.most_drafts,
+                device=self.decoder.pools.device,
+            )
+        return self._steps[size]
+
+    def _upload(self, values: Sequence[int | None], dtype: torch.dtype = torch.int32) -> Tensor:
+        host = torch.tensor(values, dtype=dtype)
+        device = self.decoder.pools.device
+        return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def _slots(requests: Sequence[Request]) -> list[int]:
-    slots = [request.slot for request in requests]
-    assert None not in slots
-    return slots  # type: ignore[return-value]
+def _next(span: Sequence[int], rows: int) -> Sequence[int]:
+    """The token after each row; 0 after the prompt's last one, which is not known yet."""
+    return span[1:] if len(span) > rows else [*span[1:], 0]
+
+
+def _copied_to_host(outcome: Outcome) -> tuple[Outcome, torch.cuda.Event]:
+    """Begin to copy an outcome into pinned memory; the event says when it is there."""
+    result, report = outcome.result, outcome.report
+
+    def start(tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    packed = start(result.packed)
+    on_host = Outcome(
+        result=StepResult(packed, packed[:, 0]),
+        report=None if report is None else LogprobReport(start(report.packed)),
+    )
+    copied = torch.cuda.Event()
+    copied.record()
+    return on_host, copied

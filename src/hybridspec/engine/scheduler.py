@@ -6,10 +6,12 @@ once running it always finishes.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 
 from hybridspec.engine.request import Request
+from hybridspec.engine.runner import Runner
 from hybridspec.errors import CapacityError
 from hybridspec.runtime import Allocator
 
@@ -23,11 +25,14 @@ class Scheduler:
 
     Args:
         allocator: gives them out.
+        runner: is told who gets a slot and who leaves it.
         max_prompt_rows: prompt rows of all requests per forward.
     """
 
-    def __init__(self, allocator: Allocator, max_prompt_rows: int) -> None:
+    def __init__(self, allocator: Allocator, runner: Runner, max_prompt_rows: int) -> None:
         self.allocator = allocator
+        self.runner = runner
+        self._admissions = itertools.count()
         self.max_prompt_rows = max_prompt_rows
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
@@ -51,8 +56,13 @@ class Scheduler:
                 continue
             if slot is None:
                 return
-            request = self.waiting.popleft()
-            request.slot = slot
+            request = self.waiting[0]
+            request.slot, request.admission = slot, next(self._admissions)
+            if not self.runner.admit(request):
+                request.slot = None
+                self.allocator.release(slot)
+                return
+            self.waiting.popleft()
             request.admitted_at = time.perf_counter()
             self.prefilling.append(request)
 
@@ -89,5 +99,6 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         if request.slot is not None:
+            self.runner.release(request.slot)
             self.allocator.release(request.slot)
             request.slot = None

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from hybridspec.models.config import ModelConfig
 from hybridspec.models.mlp import Mlp, MoeMlp
-from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention
+from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention, rotary
+from hybridspec.ops.activations import sigmoid_gate
 from hybridspec.ops.norms import RmsNorm, widened
-from hybridspec.ops.rotary import norm_and_rotate, rotate_
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import GdnMemory, KvMemory, MemoryOptions, MemorySpec
 
@@ -28,6 +28,7 @@ __all__ = [
     "ATTENTION",
     "CAUSAL_CONV1D",
     "GATED_DELTA_RULE",
+    "NORM_AND_ROTATE",
     "PROMPT_ATTENTION",
     "AttentionLayer",
     "DecoderLayer",
@@ -43,6 +44,7 @@ GATED_DELTA_RULE = "gated_delta_rule"
 CAUSAL_CONV1D = "causal_conv1d"
 ATTENTION = "paged_attention"
 PROMPT_ATTENTION = "attention of prompts"
+NORM_AND_ROTATE = "norm_and_rotate"
 
 # By op: the backends in order of preference, each with why it would not serve, None if it would.
 Refusals = dict[str, dict[str, str | None]]
@@ -157,16 +159,22 @@ class GdnLayer:
         q, k, v = out.split_with_sizes((keys[1] * keys[2], keys[1] * keys[2], sizes[1]), -1)
         weight = out.new_empty(g.conv_width, g.conv_dim).t()
         y = out.new_empty(1, *values[1:])
-        rows = (q.view(keys), k.view(keys), v.view(values), a, b)
+        gate = y.new_empty(g.num_value_heads, dtype=torch.float32)
+        offsets = memory.seq_len.new_zeros(2)
         return {
-            CAUSAL_CONV1D: {
-                name: explain(qkv, weight, memory.conv_ring, out, max_verify_tokens)
-                for name, explain in causal_conv1d.verify_backends(qkv).items()
-            },
-            GATED_DELTA_RULE: {
-                name: explain(*rows, memory.state, memory.ring, y, max_verify_tokens)
-                for name, explain in gated_delta_rule.verify_backends(qkv).items()
-            },
+            CAUSAL_CONV1D: causal_conv1d.explain_verify(
+                causal_conv1d.Rows(qkv, out),
+                causal_conv1d.Taps(weight, None, "silu"),
+                causal_conv1d.Log(memory.conv_ring, memory.seq_len),
+                causal_conv1d.Batch(offsets, offsets[:1], max_verify_tokens),
+            ),
+            GATED_DELTA_RULE: gated_delta_rule.explain_verify(
+                gated_delta_rule.Rows(q.view(keys), k.view(keys), v.view(values), a, b, y),
+                gated_delta_rule.Gates(gate, gate, None, True, 1.0),
+                gated_delta_rule.State(memory.state, memory.state_scale),
+                memory.ring,
+                gated_delta_rule.Batch(offsets, offsets[:1], None, max_verify_tokens),
+            ),
         }
 
     def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: GdnMemory) -> Tensor:
@@ -224,7 +232,8 @@ class AttentionLayer:
         in_weight: [q | k | v | gate] stacked, [(2 Hq + 2 Hkv) d, D].
         qk_norm: norm of every head of q and k, weight [Hq + Hkv, d].
         out_weight: [D, Hq d].
-        verify_backend, prefill_backend: which implementation of attention to use.
+        verify_backend, prefill_backend: what attends for rows to verify and for prompt rows.
+        rotary_backend: what norms and rotates heads on a GPU.
     """
 
     config: ModelConfig
@@ -233,6 +242,7 @@ class AttentionLayer:
     out_weight: Tensor
     verify_backend: str
     prefill_backend: str
+    rotary_backend: str
 
     @staticmethod
     def memory_spec(config: ModelConfig, options: MemoryOptions) -> MemorySpec:
@@ -246,19 +256,21 @@ class AttentionLayer:
         qk = memory.k_pages.new_empty(1, heads + kv_heads, head_dim)
         q, k = qk.split_with_sizes((heads, kv_heads), 1)
         offsets = memory.seq_len.new_zeros(2)
-        call = (
-            q, k, torch.empty_like(k), memory.k_pages, memory.v_pages, memory.page_table,
-            memory.seq_len, offsets, offsets[:1], torch.empty_like(q),
-        )  # fmt: skip
+        rows = paged_attention.Rows(q, k, torch.empty_like(k), torch.empty_like(q), None)
+        pages = paged_attention.Pages(
+            memory.k_pages, memory.v_pages, memory.page_table, memory.seq_len
+        )
+        batch = paged_attention.Batch(offsets, offsets[:1], max_verify_tokens)
+        prompts = batch._replace(max_rows=config.max_positions)
+        wide = torch.promote_types(qk.dtype, torch.float32)
+        weight = qk.new_empty(qk.shape[1:], dtype=wide)
+        angles = qk.new_empty(1, 1, config.rotary_dim, dtype=wide)
         return {
-            ATTENTION: {
-                name: explain(*call, max_verify_tokens)
-                for name, explain in paged_attention.verify_backends(q).items()
-            },
-            PROMPT_ATTENTION: {
-                name: explain(*call, config.max_positions)
-                for name, explain in paged_attention.prefill_backends(q).items()
-            },
+            ATTENTION: paged_attention.explain_verify(rows, pages, batch),
+            PROMPT_ATTENTION: paged_attention.explain_prefill(rows, pages, prompts),
+            NORM_AND_ROTATE: rotary.explain(
+                qk, weight, angles, angles, torch.empty_like(qk), config.norm_eps
+            ),
         }
 
     def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: KvMemory) -> Tensor:
@@ -284,17 +296,20 @@ class AttentionLayer:
             y = paged_attention.verify(
                 q, k, v, *logs, max_verify_tokens=step.max_seqlen, backend=self.verify_backend
             )
-        y = y.flatten(-2).mul_(gate.sigmoid())
+        y = y.flatten(-2)
+        y = sigmoid_gate(y, gate, out=y) if y.is_cuda else y.mul_(gate.sigmoid())
         return torch.addmm(residual, y, self.out_weight.t())
 
-    def _norm_and_rotate(self, qk: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def _norm_and_rotate(self, qk: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         weight = self.qk_norm.weight
         heads = qk.view(-1, *weight.shape)
         if qk.is_cuda:
-            return norm_and_rotate(heads, weight, *rotary, eps=self.qk_norm.eps)
+            return rotary.norm_and_rotate(
+                heads, weight, *angles, eps=self.qk_norm.eps, backend=self.rotary_backend
+            )
         # The call of an op costs a CPU as much as this arithmetic.
         heads = self.qk_norm.wide(heads)
-        rotate_(heads, *rotary)
+        rotary.rotate_(heads, *angles)
         return widened(heads, qk.dtype)
 
 

@@ -21,6 +21,7 @@ from hybridspec.models.layers import (
     ATTENTION,
     CAUSAL_CONV1D,
     GATED_DELTA_RULE,
+    NORM_AND_ROTATE,
     PROMPT_ATTENTION,
     AttentionLayer,
     DecoderLayer,
@@ -331,4 +332,5 @@ class WeightReader:
             out_weight=self._matrix(f"{prefix}o_proj.weight", c.hidden_size, q_size),
             verify_backend=self.backends.get(ATTENTION, "auto"),
             prefill_backend=self.backends.get(PROMPT_ATTENTION, "auto"),
+            rotary_backend=self.backends.get(NORM_AND_ROTATE, "auto"),
         )

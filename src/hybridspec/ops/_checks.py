@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "FLOATS",
+    "INTEGERS",
+    "WIDE",
     "Dims",
     "check",
     "check_devices",
@@ -25,6 +28,9 @@ __all__ = [
 ]
 
 Dims = dict[str, int]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WIDE = (torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,7 +1,7 @@
-"""Host-side view of a ragged batch, for PyTorch references.
+"""A ragged batch, and its host-side view for backends in PyTorch.
 
-A reference loops over requests in Python, so it reads the few integers that describe the batch once
-per call; kernels read the same tensors on the device.
+Such a backend loops over requests in Python, so it reads the few integers that describe the batch
+once per call; kernels read the same tensors on the device.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 __all__ = [
+    "Batch",
     "Request",
     "check_distinct",
     "check_lengths",
@@ -20,6 +21,20 @@ __all__ = [
     "read_at",
     "read_batch",
 ]
+
+
+class Batch(NamedTuple):
+    """Whose the rows of a call are.
+
+    Attributes:
+        cu_seqlens: row bounds of the requests, [B+1], int32 or int64; contiguous.
+        slots: slot of each request, -1 = padding, [B], int32 or int64; contiguous.
+        max_rows: most rows of one request.
+    """
+
+    cu_seqlens: Tensor
+    slots: Tensor
+    max_rows: int
 
 
 class Request(NamedTuple):
@@ -88,37 +103,29 @@ def read_batch(
     return bounds, numbers
 
 
-def live_requests(
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    seq_len: Tensor,
-    *,
-    num_rows: int,
-    max_rows: int,
-    max_name: str,
-) -> list[Request]:
+def live_requests(batch: Batch, seq_len: Tensor, *, num_rows: int, max_name: str) -> list[Request]:
     """List the requests that have a slot and at least one row, in row order.
 
     Args:
-        cu_seqlens: row bounds of the requests, [B+1]; in.
-        slots: slot of each request, -1 = padding, [B]; in.
+        batch: the requests; in.
         seq_len: positions stored so far, [S]; in.
         num_rows: packed rows.
-        max_rows: most rows that one request may have.
-        max_name: name of the argument that `max_rows` came from, for the message.
+        max_name: name of the argument that `batch.max_rows` came from, for the message.
 
     Raises:
         ValueError: as `read_batch`, and if a live request has more than `max_rows` rows, a
             negative position or the slot of another.
     """
-    bounds, numbers = read_batch(cu_seqlens, slots, num_rows=num_rows, num_slots=seq_len.shape[0])
+    bounds, numbers = read_batch(
+        batch.cu_seqlens, batch.slots, num_rows=num_rows, num_slots=seq_len.shape[0]
+    )
     requests = []
     for index, slot in enumerate(numbers):
         start, stop = bounds[index], bounds[index + 1]
         if slot < 0 or start == stop:
             continue
-        if stop - start > max_rows:
-            raise ValueError(_too_short(max_name, max_rows, index, stop - start))
+        if stop - start > batch.max_rows:
+            raise ValueError(_too_short(max_name, batch.max_rows, index, stop - start))
         [position] = read_at(seq_len, [slot])
         if position < 0:
             raise ValueError(f"seq_len: expected 0 or more in slot {slot}, got {position}")

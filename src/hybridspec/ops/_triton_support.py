@@ -9,11 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable
 
 import torch
-
-from hybridspec.ops._backends import Supports, always
 
 __all__ = [
     "CPU_CAPABILITY",
@@ -25,7 +22,6 @@ __all__ = [
     "explain_target",
     "explain_tensors",
     "round_up_to_power_of_two",
-    "triton_or_reference",
 ]
 
 LOWEST_CAPABILITY = (8, 0)
@@ -135,17 +131,6 @@ def explain_tensors(
         if tensor.dtype not in dtypes:
             return f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}"
     return None
-
-
-def triton_or_reference(explain: Supports) -> Callable[[torch.Tensor], dict[str, Supports]]:
-    """Return the candidates of an op by a tensor of the call: on a CPU the reference comes first.
-
-    Args:
-        explain: says why the op's kernel cannot serve a call.
-    """
-    on_device = {"triton": explain, "reference": always}
-    on_cpu = {"reference": always, "triton": explain}
-    return lambda anchor: on_device if anchor.is_cuda else on_cpu
 
 
 def round_up_to_power_of_two(size: int) -> int:

@@ -166,10 +166,14 @@ class SamplingPool:
         """Take back what a slot has; its data stays until the next `write`."""
         self._give(self._held.pop(slot).pieces)
 
-    def grow(self, num_slots: int) -> None:
-        """Add slots; those there are keep their data."""
+    def resize(self, num_slots: int) -> None:
+        """Add slots or take free ones away; those that stay keep their data."""
         old = self.table.temperature.shape[0]
-        if num_slots > old:
+        if num_slots < old:
+            names = [name for name in self.table.__slots__ if name not in _POOLED]
+            kept = {name: getattr(self.table, name)[:num_slots] for name in names}
+            self.table = replace(self.table, **kept)
+        elif num_slots > old:
             fresh = SamplingTable.create(num_slots - old, self.vocab_size, device=self.device)
             names = [name for name in self.table.__slots__ if name not in _POOLED]
             self._append({name: getattr(fresh, name) for name in names})
@@ -241,8 +245,9 @@ class SamplingPool:
         dense_bias = None
         if not self._fits("bias", sizes["bias"]):
             sizes["bias"] = 0
-            dense_bias = torch.zeros(self.vocab_size)
-            dense_bias[list(options.bias)] = torch.tensor(list(options.bias.values()))
+            dense_bias = torch.zeros(self.vocab_size, dtype=torch.float32)
+            values = torch.tensor(list(options.bias.values()), dtype=torch.float32)
+            dense_bias[list(options.bias)] = values
         pieces: dict[str, tuple[int, int]] = {}
         for name, size in sizes.items():
             if not size:

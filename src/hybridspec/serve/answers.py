@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,6 @@ __all__ = [
     "ChatPlan",
     "answer_chat",
     "answer_completion",
-    "forced_call",
     "stream_chat",
     "stream_completion",
 ]
@@ -277,16 +275,3 @@ def stream_chat(
                     yield guard.chunk(choice)
 
     return guard.run(chunks())
-
-
-def forced_call(choice: str | None, *, has_xml: bool) -> str:
-    """Return how a turn that has to be a call begins.
-
-    Args:
-        choice: the function; None leaves it to the model.
-        has_xml: whether the model writes calls as tags, not as JSON.
-    """
-    if has_xml:
-        return "<tool_call>\n<function=" + ("" if choice is None else f"{choice}>\n")
-    name = '<tool_call>\n{"name": "'
-    return name if choice is None else f'{name[:-1]}{json.dumps(choice)}, "arguments": '

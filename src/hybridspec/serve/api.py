@@ -24,7 +24,6 @@ from hybridspec.serve.answers import (
     ChatPlan,
     answer_chat,
     answer_completion,
-    forced_call,
     stream_chat,
     stream_completion,
 )
@@ -41,6 +40,7 @@ from hybridspec.serve.fields import (
 from hybridspec.serve.metrics import Metrics
 from hybridspec.serve.replies import Head
 from hybridspec.serve.stepper import Stepper, Stream
+from hybridspec.serve.tools import forced_call, forced_name, function_schemas
 from hybridspec.serve.wire import EventStream, Json, or_disconnect, read_body
 
 __all__ = ["Api", "ServeOptions"]
@@ -157,6 +157,8 @@ class Api:
     # What is told about the server
 
     async def health(self, http: HttpRequest) -> Response:
+        if self._stepper is not None and not self._stepper.is_alive:
+            raise ApiError(503, "the engine's thread has ended", code="dead")
         return Response()
 
     async def ready(self, http: HttpRequest) -> Response:
@@ -272,8 +274,8 @@ class Api:
         params = sampling_params(body, self._defaults, self.options.limits)
         tokenizer = self.tokenizer
         tools = None if body.tool_choice == "none" else body.tools or None
-        names = _function_schemas(tools)
-        forced = _forced_name(body.tool_choice, names)
+        names = function_schemas(tools)
+        forced = forced_name(body.tool_choice, names)
         plan = await self._rendered(body, body.messages, tools)
         plan = self._with_tools(plan, body, names, forced)
         if names and body.parallel_tool_calls is False:
@@ -384,33 +386,3 @@ async def _whole(http: HttpRequest, stream: Stream, work: Any) -> Response:
     finally:
         stream.drop()
     return Response(status_code=_CLIENT_GONE) if answer is None else Json(answer)
-
-
-def _function_schemas(tools: Any) -> dict[str, Mapping[str, Any]] | None:
-    """Return the parameters' schema of each function by name; None without tools."""
-    if tools is None:
-        return None
-    found: dict[str, Mapping[str, Any]] = {}
-    for tool in tools:
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if tool.get("type", "function") != "function" or not isinstance(name, str) or not name:
-            raise ApiError(400, "tools: expected functions with a name", param="tools")
-        parameters = function.get("parameters")
-        found[name] = parameters if isinstance(parameters, dict) else {}
-    return found
-
-
-def _forced_name(choice: Any, names: Mapping[str, Any] | None) -> str | None:
-    """Return the function that has to be called, None where there is none such."""
-    if choice in (None, "none", "auto", "required"):
-        if choice == "required" and not names:
-            raise ApiError(400, "tool_choice: expected tools with it", param="tool_choice")
-        return None
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str) or name not in (names or {}):
-        raise ApiError(
-            400, "tool_choice: expected auto, none, required or one of tools", param="tool_choice"
-        )
-    return name

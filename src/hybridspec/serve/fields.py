@@ -73,6 +73,11 @@ class Limits(BaseModel):
     prompts: int = 64
     top_logprobs: int = 20
     body_bytes: int = 8 << 20
+    # Entries of lists that each step or token looks through.
+    stop: int = 32
+    stop_token_ids: int = 1024
+    bad_words: int = 1024
+    logit_bias: int = 8192
 
 
 class StreamOptions(BaseModel):
@@ -217,6 +222,10 @@ def sampling_params(
         value = given.get(name)
         if value is not None and not 0 <= value <= limit:
             raise ApiError(400, f"{name}: expected at most {limit}, got {value}", param=name)
+    for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
+        value, most = given.get(name), getattr(limits, name)
+        if value is not None and not isinstance(value, str) and len(value) > most:
+            raise ApiError(400, f"{name}: expected at most {most} entries", param=name)
     try:
         return replace(defaults, **given)
     except (ValueError, TypeError, NotImplementedError) as error:

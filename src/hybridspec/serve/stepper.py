@@ -21,6 +21,7 @@ from hybridspec.serve.errors import ApiError, wrong_call
 __all__ = ["Stepper", "Stream"]
 
 _log = logging.getLogger("hybridspec.serve")
+_MOST_FAILED = 3  # steps that fail one after the other; then all that waits is given up too
 
 
 class Stream:
@@ -86,6 +87,9 @@ class Stream:
         return found, failure
 
 
+_News = tuple[Stream, list[tuple[int, StepOutput]], Exception | None]
+
+
 class Stepper:
     """Steps the engine in a thread of its own while there is work.
 
@@ -116,6 +120,11 @@ class Stepper:
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="hybridspec-steps", daemon=True)
         self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread does its work."""
+        return self._thread.is_alive()
 
     @property
     def num_requests(self) -> int:
@@ -176,31 +185,41 @@ class Stepper:
 
     def _run(self) -> None:
         live: dict[Stream, None] = {}
+        num_failed = 0  # steps, one after the other
         while not self._is_stopping:
             if not self._engine.has_work:
                 self._has_news.wait()
                 self._has_news.clear()
+            failure: Exception | None = None
             try:
                 with self._engine.lock:
                     self._engine.step()
-            except Exception:  # each request that it took along knows why
+                num_failed = 0
+            except Exception as error:  # each request that it took along knows why
                 _log.exception("a step failed")
+                num_failed += 1
+                failure = error if num_failed == _MOST_FAILED else None
             while self._entered:
                 live[self._entered.popleft()] = None
             live = {stream: None for stream in live if not stream.is_gone}
-            news = []
-            for stream in live:
-                steps, failure = stream.collect()
-                if steps:
-                    self._on_steps(stream, steps)
-                if steps or failure:
-                    news.append((stream, steps, failure))
+            news = [found for stream in live if (found := self._collected(stream, failure))]
             if news:
                 self._loop.call_soon_threadsafe(_hand_out, news)
         self._engine.drop(())  # takes in what was dropped during the last step
 
+    def _collected(self, stream: Stream, failure: Exception | None) -> _News | None:
+        try:
+            steps, lost = stream.collect()
+            if steps:
+                self._on_steps(stream, steps)
+        except Exception as error:  # a bug, which ends one stream and not the thread
+            _log.exception("a stream failed")
+            steps, lost = [], error
+        lost = lost or failure
+        return (stream, steps, lost) if steps or lost else None
 
-def _hand_out(news: list[tuple[Stream, list[tuple[int, StepOutput]], Exception | None]]) -> None:
+
+def _hand_out(news: list[_News]) -> None:
     for stream, steps, failure in news:
         if steps:
             stream.put(steps)

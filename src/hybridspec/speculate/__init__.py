@@ -1,33 +1,35 @@
-"""The speculative decoding method: draft, verify, accept, commit."""
+"""The speculative decoding method: `step` is all of it, on one page."""
 
 from __future__ import annotations
 
-from hybridspec.speculate.accept import accept_prefix
-from hybridspec.speculate.choose import NO_TOKEN, ChoiceRule, choose_and_report, choose_tokens
-from hybridspec.speculate.draft import Draft, Drafter, MtpDrafter
-from hybridspec.speculate.logprobs import Logprob, TokenLogprobs, report_logprobs
+from hybridspec.speculate.decoder import Asks, Decoder, Drafter, Outcome
+from hybridspec.speculate.draft import Draft, DraftsFromLists, ListDrafter, MtpDrafter, NoDrafter
+from hybridspec.speculate.forced import ForcedAcceptance
+from hybridspec.speculate.logprobs import (
+    Logprob,
+    LogprobReport,
+    TokenLogprobs,
+    report_logprobs,
+)
 from hybridspec.speculate.lookup import LookupDrafter
-from hybridspec.speculate.penalties import LogitEdits, edit_logits
-from hybridspec.speculate.plan import plan_drafts
-from hybridspec.speculate.verify import Verified, commit_rows, verify_drafts
+from hybridspec.speculate.step import decode_step, prefill_step
 
 __all__ = [
-    "NO_TOKEN",
-    "ChoiceRule",
+    "Asks",
+    "Decoder",
     "Draft",
     "Drafter",
-    "LogitEdits",
+    "DraftsFromLists",
+    "ForcedAcceptance",
+    "ListDrafter",
     "Logprob",
+    "LogprobReport",
     "LookupDrafter",
     "MtpDrafter",
+    "NoDrafter",
+    "Outcome",
     "TokenLogprobs",
-    "Verified",
-    "accept_prefix",
-    "choose_and_report",
-    "choose_tokens",
-    "commit_rows",
-    "edit_logits",
-    "plan_drafts",
+    "decode_step",
+    "prefill_step",
     "report_logprobs",
-    "verify_drafts",
 ]

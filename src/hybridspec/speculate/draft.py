@@ -1,7 +1,7 @@
-"""Drafting with the checkpoint's own MTP head.
+"""Drafting with the checkpoint's own MTP head, and with whatever works on lists.
 
 Entry i of the head's KV log pairs the target's hidden state of row i with token i+1 and predicts
-token i+2. The head first runs over the rows that the target has just committed, then on its own
+token i+2. The head first runs over the rows that the target has just verified, then on its own
 outputs; what it appends while drafting lies past the cursor and is overwritten by the next step.
 """
 
@@ -18,9 +18,127 @@ from torch import Tensor
 from hybridspec.models import HybridModel
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import KvMemory, Pools
-from hybridspec.speculate.choose import ChoiceRule, choose_tokens
+from hybridspec.speculate.choose import choose_tokens
+from hybridspec.speculate.decoder import Asks, Decoder
 
-__all__ = ["Draft", "Drafter", "MtpDrafter"]
+__all__ = ["Draft", "DraftsFromLists", "ListDrafter", "MtpDrafter", "NoDrafter", "wanted_drafts"]
+
+
+def wanted_drafts(decoder: Decoder, slots: Tensor) -> Tensor:
+    """Return how many drafts each request can still use, [B] int32; 0 in padding.
+
+    No more than it wants, none past its last position, none once it is done.
+    """
+    requests, seq_len = decoder.requests, decoder.pools.seq_len
+    rows = requests.rows_of(slots)
+    newest = seq_len.index_select(0, rows.clamp(max=requests.num_slots - 1))
+    room = requests.last_position.index_select(0, rows) - newest - 1
+    wanted = torch.minimum(requests.draft_limit.index_select(0, rows), room).clamp_(min=0)
+    # The scratch row is done, so padding wants nothing.
+    return torch.where(requests.is_done.index_select(0, rows) == 0, wanted, 0)
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
+        """Return what came; arguments as in `Drafter`."""
+        return hidden
+
+    def propose(self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks) -> None:
+        """Do nothing; arguments as in `Drafter`."""
+
+
+class MtpDrafter:
+    """Drafts with one multi-token-prediction layer, fed its own outputs.
+
+    Attributes:
+        model: the target model, which owns the embedding and the LM head.
+        head: the draft head.
+        pools: the memories, the head's among them.
+    """
+
+    def __init__(self, model: HybridModel, pools: Pools) -> None:
+        assert model.mtp is not None
+        self.model = model
+        self.head = model.mtp
+        self.pools = pools
+
+    @property
+    def memory(self) -> KvMemory:
+        """The head's pages and the cursors of the target, which it follows."""
+        memory = self.pools.head_memory
+        assert memory is not None
+        return memory
+
+    def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
+        """Run the head over rows of the target.
+
+        Args:
+            next_tokens: the token after each row, [N] int64.
+            hidden: the target's hidden states after its final norm, [N, D].
+            step: layout of the rows; the cursors are still those *before* these rows.
+
+        Returns:
+            The head's hidden states [N, D].
+        """
+        return self.head.forward(next_tokens, hidden, step, self.memory)
+
+    def propose(self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks) -> None:
+        """Propose tokens one after the other and store them; arguments as in `Drafter`."""
+        requests, pools = decoder.requests, self.pools
+        wanted = wanted_drafts(decoder, slots)
+        rows = requests.rows_of(slots).long()
+        requests.num_drafts.index_copy_(0, rows, wanted)
+        counts = None if slots.is_cuda else wanted.tolist()
+        hidden, tokens, cursor = last_hidden, slots, pools.seq_len.clone()
+        memory = replace(self.memory, seq_len=cursor)
+        for j in range(requests.most_drafts):
+            if counts is not None and min(counts, default=0) <= j:
+                # The shapes of a device are fixed; here dead rows cost time.
+                keep = [b for b, count in enumerate(counts) if count > j]
+                counts = [counts[b] for b in keep]
+                if not keep:
+                    return
+                slots, rows, hidden, tokens = slots[keep], rows[keep], hidden[keep], tokens[keep]
+            live = slots if counts is not None else torch.where(wanted > j, slots, -1)
+            if j > 0:
+                hidden = self.head.forward(tokens, hidden, _single_rows(live, cursor), memory)
+                cursor += 1
+            logits = self.model.logits(hidden)
+            probs = torch.softmax(logits, -1) if asks.has_confidences else None
+            tokens = choose_tokens(
+                decoder, logits, live, torch.full_like(live, j), asks, seq_len=pools.seq_len
+            ).clamp_(min=0)
+            requests.next_tokens.select(1, 1 + j).index_copy_(0, rows, tokens)
+            if decoder.forced is not None:
+                at = pools.seq_len[live].long() + 1 + j
+                sure = decoder.forced.confidence(live, at, j)
+                requests.confidences.select(1, j).index_copy_(0, rows, sure)
+            elif probs is not None:
+                sure = probs.gather(1, tokens[:, None])[:, 0]
+                requests.confidences.select(1, j).index_copy_(0, rows, sure)
+
+
+def _single_rows(slots: Tensor, cursor: Tensor) -> Step:
+    """Lay out one row per request, at its cursor; -1 is nobody's."""
+    position = cursor.index_select(0, slots.clamp(min=0))
+    if slots.is_cuda:
+        position = torch.where(slots >= 0, position, 0)
+    rows = torch.arange(slots.shape[0] + 1, dtype=torch.int32, device=slots.device)
+    return Step(
+        cu_seqlens=rows,
+        num_verify_tokens=torch.ones_like(slots),
+        kv_len=position + 1,
+        slots=slots,
+        is_fold=torch.zeros_like(slots, dtype=torch.int8),
+        token_ids=rows,  # the head is given its tokens apart
+        positions=position.long(),
+        sources=rows,
+        workspace=rows,
+        max_seqlen=1,
+        is_prefill=False,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,131 +147,62 @@ class Draft:
 
     Attributes:
         tokens: proposed tokens, in order.
-        confidences: the drafter's probability of each; empty if nobody asked.
+        confidences: the drafter's probability of each; may be empty if nobody asked.
     """
 
     tokens: list[int]
     confidences: list[float]
 
 
-class Drafter(Protocol):
-    """Proposes tokens; the output of a request never depends on what it proposes."""
-
-    def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
-        """Take in rows of the target model: hidden [N, D] and the tokens [N] that follow them."""
-        ...
+class ListDrafter(Protocol):
+    """Proposes lists of tokens, on the host."""
 
     def propose(
         self,
-        last_hidden: Tensor,
         slots: Sequence[int],
-        starts: Sequence[int],
-        num_drafts: Sequence[int],
-        rules: Sequence[ChoiceRule],
         histories: Sequence[array[int]],
+        num_drafts: Sequence[int],
         *,
         has_confidences: bool,
     ) -> list[Draft]:
-        """Propose at most `num_drafts[b]` tokens after the newest token of each request.
-
-        `histories` are the requests' prompts and outputs so far.
-        """
+        """Propose at most `num_drafts[b]` tokens after each history (prompt and output so far)."""
         ...
 
 
-class MtpDrafter:
-    """Drafts with one multi-token-prediction layer, fed its own outputs.
+class DraftsFromLists:
+    """Lets a drafter that works on lists take part; every step then waits for the host.
 
     Attributes:
-        model: the target model, which owns the head, the embedding and the LM head.
-        pools: the memories, the head's among them.
+        inner: the drafter.
     """
 
-    def __init__(self, model: HybridModel, pools: Pools) -> None:
-        self.model = model
-        self.pools = pools
+    def __init__(self, inner: ListDrafter) -> None:
+        self.inner = inner
 
     def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
-        """Run the head over rows of the target.
+        """Do nothing: the tokens come with `propose`."""
+        return hidden
 
-        Args:
-            next_tokens: the token after each row, [N] int64.
-            hidden: the target's hidden states after its final norm, [N, D].
-            step: layout of the rows; the memory's cursor stands *before* them.
-
-        Returns:
-            The head's hidden states [N, D].
-        """
-        return self._run(next_tokens, hidden, step, self._memory)
-
-    def propose(
-        self,
-        last_hidden: Tensor,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        num_drafts: Sequence[int],
-        rules: Sequence[ChoiceRule],
-        histories: Sequence[array[int]],
-        *,
-        has_confidences: bool,
-    ) -> list[Draft]:
-        """Propose tokens one after the other.
-
-        Args:
-            last_hidden: the head's hidden state of each request's last absorbed row, [B, D].
-            slots: slot of each request.
-            starts: position of the newest committed token of each request; entries up to the one
-                before it are in the head's log.
-            num_drafts: how many tokens to propose for each request, 0 allowed.
-            rules: how each request's tokens are chosen.
-            histories: not looked at; the head's log holds what it needs.
-            has_confidences: whether to report the head's probability of each draft.
-        """
-        drafts = [Draft([], []) for _ in slots]
-        active = [b for b, count in enumerate(num_drafts) if count > 0]
-        if not active:
-            return drafts
-        hidden = last_hidden if len(active) == len(slots) else last_hidden[active]
-        memory = replace(self._memory, seq_len=self.pools.seq_len.clone())
-        while True:
-            done = len(drafts[active[0]].tokens)
-            logits = self.model.logits(hidden)
-            probs = torch.softmax(logits, -1) if has_confidences else None
-            tokens = choose_tokens(
-                logits,
-                [rules[b] for b in active],
-                [starts[b] + done + 1 for b in active],
-                [drafts[b].tokens for b in active],
-            )
-            for b, token in zip(active, tokens.tolist(), strict=True):
-                drafts[b].tokens.append(token)
-            if probs is not None:
-                chosen = probs.gather(1, tokens[:, None])[:, 0].tolist()
-                for b, confidence in zip(active, chosen, strict=True):
-                    drafts[b].confidences.append(confidence)
-            keep = [i for i, b in enumerate(active) if num_drafts[b] > done + 1]
-            if not keep:
-                return drafts
-            if len(keep) < len(active):
-                hidden, tokens = hidden[keep], tokens[keep]
-                active = [active[i] for i in keep]
-            step = Step.of_rows(
-                [slots[b] for b in active],
-                [1] * len(active),
-                [starts[b] + done for b in active],
-                tokens,
-                is_prefill=False,
-            )
-            hidden = self._run(tokens, hidden, step, memory)
-            memory.seq_len.add_(1)
-
-    @property
-    def _memory(self) -> KvMemory:
-        memory = self.pools.head_memory
-        assert memory is not None
-        return memory
-
-    def _run(self, tokens: Tensor, hidden: Tensor, step: Step, memory: KvMemory) -> Tensor:
-        head = self.model.mtp
-        assert head is not None
-        return head.forward(tokens, hidden, step, memory)
+    def propose(self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks) -> None:
+        """Read the requests' tokens, ask, and store the drafts; arguments as in `Drafter`."""
+        requests = decoder.requests
+        wanted = wanted_drafts(decoder, slots).tolist()
+        numbers = slots.tolist()
+        asking = [b for b, count in enumerate(wanted) if count > 0]
+        requests.num_drafts[slots] = 0
+        drafts = self.inner.propose(
+            [numbers[b] for b in asking],
+            [array("i", decoder.history(numbers[b], decoder.pools.seq_len)) for b in asking],
+            [wanted[b] for b in asking],
+            has_confidences=asks.has_confidences,
+        )
+        for b, draft in zip(asking, drafts, strict=True):
+            slot, count = numbers[b], min(len(draft.tokens), wanted[b])
+            tokens = torch.tensor(draft.tokens[:count], dtype=torch.int64)
+            requests.next_tokens[slot, 1 : 1 + count] = tokens.to(slots.device)
+            if draft.confidences:
+                # What is missing counts as 0: those drafts come last.
+                sure = (draft.confidences + [0.0] * count)[:count]
+                given = torch.tensor(sure, dtype=torch.float32)
+                requests.confidences[slot, :count] = given.to(slots.device)
+            requests.num_drafts[slot] = count

@@ -1,42 +1,45 @@
-"""Which drafts are worth a row: the most probable ones of the whole batch, within a budget."""
+"""Which rows a step verifies: the most probable drafts of the whole batch, within a budget.
+
+A draft counts only if all before it are accepted, so its worth is the product of the confidences up
+to it, and the best rows of a batch are always prefixes. The output never depends on this choice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+from torch import Tensor
 
-from hybridspec.ops.verify_plan import select_rows
-from hybridspec.speculate.draft import Draft
+from hybridspec.ops.verify_plan import Step, plan_step
+from hybridspec.speculate.decoder import Decoder
 
-__all__ = ["plan_drafts"]
+__all__ = ["plan_rows"]
 
 
-def plan_drafts(drafts: Sequence[Draft], num_rows: int, device: torch.device) -> list[int]:
-    """Choose how many drafts of each request to verify.
-
-    A draft counts only if all before it are accepted, so its worth is the product of the
-    confidences up to it, and the best rows of a batch are always prefixes. The output of a request
-    does not depend on this choice.
+def plan_rows(decoder: Decoder, lanes: Tensor, step: Step, *, num_rows: int) -> Tensor:
+    """Lay out the newest token of each request and its best drafts.
 
     Args:
-        drafts: the drafts of each request, with confidences; missing ones are 0, those of what
-            would follow the last draft are not looked at.
-        num_rows: rows of the step over all requests; each request has one in any case.
-        device: where the plan is made.
+        decoder: newest tokens, drafts, confidences and cursors; in.
+        lanes: slots of the batch, -1 = padding, no slot twice, [B] int32; in.
+        step: of B requests and at least `num_rows` rows; out.
+        num_rows: most rows, at least B.
 
     Returns:
-        For each request, how many of its first drafts to verify.
+        `lanes` with -1 where a request is done, which has no rows, [B] int32.
     """
-    longest = max(len(draft.tokens) for draft in drafts)
-    if longest == 0:
-        return [0] * len(drafts)
-    padded = [(d.confidences + [0.0] * longest)[:longest] for d in drafts]
-    cu_seqlens = select_rows(
-        torch.tensor(padded, device=device),
-        torch.arange(len(drafts), dtype=torch.int32, device=device),
-        num_rows=max(num_rows, len(drafts)),
-        num_drafts=torch.tensor([len(d.tokens) for d in drafts], dtype=torch.int32, device=device),
+    pools, requests = decoder.pools, decoder.requests
+    rows = requests.rows_of(lanes)
+    slots = torch.where(requests.is_done.index_select(0, rows) == 0, lanes, -1)
+    plan_step(
+        requests.confidences.index_select(0, rows),
+        requests.next_tokens.index_select(0, rows),
+        slots,
+        pools.seq_len,
+        pools.history_len,
+        ring_start=pools.ring_start,
+        num_rows=num_rows,
+        num_drafts=requests.num_drafts.index_select(0, rows),
+        max_window=pools.specs.options.max_window,
+        plan=step,
     )
-    bounds = cu_seqlens.tolist()
-    return [end - begin - 1 for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return slots

@@ -19,7 +19,19 @@ def test_opcheck(op: str, has_bias: bool) -> None:
     out = torch.empty_like(batch.x)
     torch.library.opcheck(
         getattr(torch.ops.hybridspec, f"causal_conv1d_{op}").default,
-        (*batch.tensors, 3, batch.bias, "silu", out, "auto"),
+        (
+            batch.x,
+            out,
+            batch.weight,
+            batch.bias,
+            "silu",
+            batch.conv_ring,
+            batch.seq_len,
+            batch.cu_seqlens,
+            batch.slots,
+            3,
+            "auto",
+        ),
     )
 
 
@@ -46,4 +58,4 @@ def test_compile(op: str, backend: str) -> None:
 def test_schema_names_what_changes() -> None:
     schema = torch.ops.hybridspec.causal_conv1d_verify.default._schema
     mutated = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    assert mutated == ["conv_ring", "out"]
+    assert mutated == ["rows_out", "log_conv_ring"]

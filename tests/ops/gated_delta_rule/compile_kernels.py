@@ -14,8 +14,9 @@ import triton.language as tl
 
 from helpers.triton_resources import compiled
 from hybridspec.ops._triton_support import compiler_version
+from hybridspec.ops.causal_conv1d import triton_prefill as conv_prefill
 from hybridspec.ops.causal_conv1d import triton_verify as conv
-from hybridspec.ops.gated_delta_rule import launch, triton_fold, triton_verify
+from hybridspec.ops.gated_delta_rule import launch, prefix, triton_fold, triton_verify
 from hybridspec.ops.ring import triton_copies, triton_cursors
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -34,7 +35,7 @@ SHAPES = [(128, 128, 8), (128, 128, 16), (256, 256, 8), (96, 192, 8), (64, 64, 8
 
 STRIDED = {"q": 2, "k": 2, "v": 2, "gate": 2, "state": 3, "ring_k": 3, "ring_u": 3}
 STRIDED |= {"ring_decay": 2, "out": 2}
-VERIFY_STRIDES = {f"{name}_strides": ("i32",) * count for name, count in STRIDED.items()}
+STRIDES = {f"{name}_strides": ("i32",) * count for name, count in STRIDED.items()}
 
 
 def verify_variants(capability: int):
@@ -98,6 +99,13 @@ def small_variants():
             pointers | {"ring_decay_ptr": F32},
             4 if ring == F32 else 1,
         )
+        del constants["IS_FLAG"]
+        yield (
+            triton_fold.advance_rows_kernel,
+            constants | {"MOST_ROWS": 16, "BLOCK_V": prefix.block_rows(128, ring)},
+            pointers | {"ring_decay_ptr": F32},
+            4,
+        )
     yield triton_cursors.commit_kernel, {"RING": 32, "BLOCK": 128}, {}, 4
     yield triton_cursors.decide_folds_kernel, {"BLOCK": 128}, {}, 4
     pools = {"pool_ptr": BF16, "values_ptr": BF16}
@@ -106,11 +114,12 @@ def small_variants():
     constants = {"D": 12288, "RING": 16, "WIDTH": 4, "BLOCK_D": 256, "IS_SILU": True}
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "conv_ring_ptr", "out_ptr"), BF16)
     yield conv.verify_kernel, constants | {"TOKENS": 8, "bias_ptr": None}, pointers, 2
+    yield conv_prefill.prefill_kernel, constants | {"ROWS": 16, "bias_ptr": None}, pointers, 4
 
 
 def reports(capability: int):
     """Compile everything for one capability."""
-    named = {"is_fold_ptr": "*i8", "scale": "fp32", "beta_scale": "fp32", **VERIFY_STRIDES}
+    named = {"is_fold_ptr": "*i8", "scale": "fp32", "beta_scale": "fp32", **STRIDES}
     for constants, pointers, options in verify_variants(capability):
         types = {name: f"*{NAMES[dtype]}" for name, dtype in pointers.items()}
         yield compiled(triton_verify.verify_kernel, constants, named | types, capability, options)

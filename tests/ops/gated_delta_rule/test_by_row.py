@@ -55,11 +55,12 @@ def test_operators_pass_opcheck(has_all: bool) -> None:
     pools = [pool.nan_to_num() for pool in call.pools.tensors()[:4]]
     cursors = (call.history_len, *((call.ring_start, call.slots) if has_all else (None, None)))
     arguments = (
-        *(part.flatten(0, 1) for part in call.rows), call.A_log, call.dt_bias, *pools, *cursors, 16,
-        9 if has_all else None, torch.zeros(6, 2, 16), has_all, 0.25, True, 1.0, 2, "auto",
+        *call.rows, torch.zeros(3, 2, 2, 16), call.A_log, call.dt_bias, 0.25, True, 1.0, pools[0],
+        None, *pools[1:], *cursors[1::-1], 16, None, cursors[2], None, 2, 9 if has_all else None,
+        not has_all, "auto",
     )  # fmt: skip
     torch.library.opcheck(OPS.gated_delta_rule_verify_rows.default, arguments)
-    arguments = (call.ring_start, call.history_len, cursors[2], 9, 32)
+    arguments = (call.ring_start, call.history_len, cursors[2], 9, 32, "auto")
     torch.library.opcheck(OPS.ring_restart_windows.default, arguments)
 
 

@@ -18,7 +18,7 @@ from helpers.guarded import at_the_end_of_memory
 from hybridspec.compat.flashinfer import gated_delta_rule_mtp_ucache_flush
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops._nvrtc import SOURCES
-from hybridspec.ops.gated_delta_rule import choice, launch_cuda
+from hybridspec.ops.gated_delta_rule import Batch, Gates, Rows, State, api, launch_cuda, row_cursors
 from hybridspec.ops.gated_delta_rule.int8_state import quantise
 from hybridspec.ops.gated_delta_rule.launch_cuda import CudaConfig
 from hybridspec.ops.ring import RingView
@@ -29,7 +29,10 @@ F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
 @pytest.fixture(autouse=True)
 def cuda_on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_cuda, "load_kernel", cuda_on_cpu.load_kernel)
-    monkeypatch.setitem(choice._ON_CPU, "cuda", launch_cuda.explain_tensors)
+    served = api.VERIFY_BACKENDS["cuda"]._replace(explain=launch_cuda.explain_tensors)
+    monkeypatch.setitem(api.VERIFY_BACKENDS, "cuda", served)
+    for op in (api._verify, row_cursors._verify_rows):  # what is remembered is for this test only
+        monkeypatch.setattr(op, "_runs", {})
 
 
 def operand(dtypes: Dtypes) -> torch.dtype:
@@ -126,7 +129,9 @@ def test_parameters_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> 
             passed.append((params.A_log, params.dt_bias))
 
     monkeypatch.setattr(launch_cuda, "load_kernel", lambda *build: Kernel())
-    monkeypatch.setattr(choice, "_ON_CPU", {"cuda": launch_cuda.explain_tensors})
+    monkeypatch.setattr(
+        row_cursors._verify_rows, "backends", {"reference": row_cursors._backend("cuda")}
+    )
     call = RowCall(4, 32, head_dim=128, dtype=BF16)
     A_log, dt_bias = call.A_log.bfloat16(), call.dt_bias.bfloat16()
     gated_delta_rule_mtp_ucache_flush(
@@ -156,7 +161,7 @@ def test_nothing_behind_the_last_row_is_read() -> None:
     call.pools.state = at_the_end_of_memory(call.pools.state)
     names = ("k", "u", "cum_log_decay", "ring_start", "history_len")
     guarded = {name: at_the_end_of_memory(getattr(ring, name)) for name in names}
-    call.pools.ring = replace(ring, **guarded)
+    call.pools.ring = ring._replace(**guarded)
     call.check("cuda", BF16)
 
 
@@ -257,7 +262,7 @@ def test_a_slot_past_two_to_the_32nd_element(tmp_path: Path) -> None:
     for there, here in zip(far, pools, strict=True):
         there[3] = here[3]
     call.pools.state = far[0]
-    call.pools.ring = replace(ring, k=far[1], u=far[2], cum_log_decay=far[3])
+    call.pools.ring = ring._replace(k=far[1], u=far[2], cum_log_decay=far[3])
     assert_same_bits(call.run("cuda"), near.run("cuda"))
     for there, here in zip(far, near.pools.tensors(), strict=False):
         assert_same_bits(there[3], here[3])
@@ -331,7 +336,10 @@ SHIFTED = torch.zeros(2 * 128 + 4, dtype=BF16)
 def test_what_it_says_of_tensors(changes: dict[str, torch.Tensor], reason: str) -> None:
     def explain(**changed: torch.Tensor) -> str | None:
         ring = RingView(**{name: changed.pop(name, tensor) for name, tensor in RING.items()})
-        return launch_cuda.explain_tensors(**CALL | changed, ring=ring, max_verify_tokens=4)
+        rows = CALL | changed
+        state = State(rows.pop("state"), None)
+        gates, batch = Gates(None, None, None, True, 1.0), Batch(None, None, None, 4)
+        return launch_cuda.explain_tensors(Rows(**rows), gates, state, ring, batch)
 
     assert explain() is None
     assert reason in explain(**changes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -32,7 +31,7 @@ def changed(name: str, change: Callable[[Tensor], object]) -> dict[str, object]:
     if name.startswith("ring."):
         field = name.removeprefix("ring.")
         ring = call["ring"]
-        call["ring"] = dataclasses.replace(ring, **{field: change(getattr(ring, field))})
+        call["ring"] = ring._replace(**{field: change(getattr(ring, field))})
     else:
         call[name] = change(call[name])
     return call
@@ -117,8 +116,8 @@ def test_wrong_arguments_of_verify_and_prefill(
 def test_ring_capacity_is_a_power_of_two() -> None:
     call = arguments()
     ring = call["ring"]
-    call["ring"] = dataclasses.replace(
-        ring, k=ring.k[:, :, :24], u=ring.u[:, :, :24], cum_log_decay=ring.cum_log_decay[:, :, :24]
+    call["ring"] = ring._replace(
+        k=ring.k[:, :, :24], u=ring.u[:, :, :24], cum_log_decay=ring.cum_log_decay[:, :, :24]
     )
     with pytest.raises(
         ValueError, match="ring.k: expected a power of two as ring capacity, got 24"
@@ -152,7 +151,7 @@ def test_wrong_options_of_verify(options: dict, kind: type[Exception], text: str
 
 def test_a_window_and_a_step_must_fit_in_the_ring() -> None:
     call = arguments()
-    call["ring"] = dataclasses.replace(call["ring"], max_window=30)
+    call["ring"] = call["ring"]._replace(max_window=30)
     text = "max_verify_tokens: a window of 30 rows and 3 more need 33 ring rows, got 32"
     with pytest.raises(ValueError, match=text):
         gated_delta_rule.verify(**call, max_verify_tokens=3)
@@ -194,8 +193,7 @@ def test_wrong_arguments_of_fold_and_materialize() -> None:
     both(TypeError, "ring: expected a RingView, got int", ring=3)
     both(TypeError, "slots: expected dtype int32, got int64", slots=right["slots"].long())
     both(ValueError, "backend: expected one of", backend="none")
-    heads = dataclasses.replace(
-        right["ring"],
+    heads = right["ring"]._replace(
         u=right["ring"].u[:, :3],
         cum_log_decay=right["ring"].cum_log_decay[:, :3],
     )

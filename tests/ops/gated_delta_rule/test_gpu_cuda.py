@@ -25,8 +25,8 @@ def geometry_of(case: Case) -> tuple[int, int, int]:
     return case.geometry.value_dim, case.geometry.value_heads, case.geometry.heads
 
 
-# By kernel: what is compiled here is kept for the process alone, and workers take neighbours. One
-# dtype shows that numbers of heads only move addresses.
+# By kernel: workers take neighbours, and what one compiles it does not compile again. One dtype
+# shows that numbers of heads only move addresses.
 @pytest.mark.parametrize(
     ("dtypes", "case"),
     [
@@ -55,6 +55,12 @@ def test_launches_of_every_size(dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch)
 def test_cursors_by_row(has_output: bool) -> None:
     call = RowCall(4, 32, head_dim=128, dtype=BF16, device="cuda")
     call.compare("cuda", has_output, bound=4e-2, fold_threshold=13)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_parameters_of_sixteen_bits(dtype: torch.dtype) -> None:
+    call = RowCall(4, 32, head_dim=128, dtype=BF16, device="cuda")
+    call.check_widening("cuda", dtype, dtype)
 
 
 def test_auto_takes_it() -> None:

@@ -14,6 +14,7 @@ from helpers.tolerances import assert_rounded, assert_same
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops import gated_delta_rule
 from hybridspec.ops import ring as ring_ops
+from hybridspec.ops.gated_delta_rule import cpu
 from hybridspec.ops.gated_delta_rule.int8_state import SCALE_DTYPE, quantise, widen
 from hybridspec.ops.ring import RingView
 
@@ -119,14 +120,12 @@ def test_verify_reads_and_folds(case: Case, dtypes: Dtypes) -> None:
 
 
 def test_the_check_of_folded_states_has_teeth(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridspec.ops.gated_delta_rule import reference
-
     def careless(values: torch.Tensor, state: torch.Tensor, scale: torch.Tensor) -> None:
         quantise(values, state, scale)
         state.copy_(widen(state, scale, F32).div(scale.float().repeat_interleave(32, -1)).floor())
         state.sub_(1)
 
-    monkeypatch.setattr(reference, "quantise", careless)
+    monkeypatch.setattr(cpu, "quantise", careless)
     with pytest.raises(AssertionError):
         VerifyCall(CASES[1].using(DTYPES[1])).check()
 
@@ -337,13 +336,13 @@ def test_ops_pass_opcheck() -> None:
     for pool in call.pools.tensors():
         pool.nan_to_num_() if pool.is_floating_point() else pool.clamp_(-127)
     pools, ring, ops = call.pools, call.pools.ring, torch.ops.hybridspec
-    rows = (*call.inputs(), call.tokens.A_log, call.tokens.dt_bias, pools.state)
-    ring_k = (ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len, 16)
-    out = torch.empty(5, 2, 4)
+    gates = (call.tokens.A_log, call.tokens.dt_bias, 0.5, True, 1.0)
+    rows = (*call.inputs(), torch.empty(5, 2, 4), *gates)
+    state = (pools.state, pools.state_scale)
     torch.library.opcheck(
         ops.gated_delta_rule_verify.default,
-        (*rows, *ring_k, call.cu_seqlens, call.slot_tensor, call.is_fold, out, 0.5, True, 1.0, 4,
-         pools.state_scale, "auto"),
+        (*rows, *state, *ring, call.cu_seqlens, call.slot_tensor, call.is_fold, 4, None, False,
+         "auto"),
     )  # fmt: skip
     counts = ints(3, 2)
     for op, arguments in (
@@ -352,12 +351,12 @@ def test_ops_pass_opcheck() -> None:
     ):
         torch.library.opcheck(
             op.default,
-            (pools.state, *ring_k, call.slot_tensor, *arguments, pools.state_scale, "auto"),
+            (*state, *ring, call.slot_tensor, *arguments, "auto"),
         )
     torch.library.opcheck(
         ops.gated_delta_rule_prefill.default,
-        (*rows, torch.zeros_like(ring.history_len), call.cu_seqlens, call.slot_tensor, out, 0.5,
-         True, 1.0, 64, 4, pools.state_scale, "auto"),
+        (*rows, *state, *ring._replace(history_len=torch.zeros_like(ring.history_len)),
+         call.cu_seqlens, call.slot_tensor, None, 4, None, False, 64, "auto"),
     )  # fmt: skip
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.gdn_cases import Dtypes, assert_same_bits
 from helpers.gdn_row_calls import RowCall
+from helpers.prefix_calls import PrefixCall
 from hybridspec.ops._triton_support import explain_tensors
 
 pytestmark = [
@@ -40,3 +42,18 @@ def test_parameters_of_sixteen_bits(A_log: torch.dtype, dt_bias: torch.dtype) ->
     call.check_widening("triton", A_log, dt_bias)
     call.A_log, call.dt_bias = call.A_log.to(A_log), call.dt_bias.to(dt_bias)
     call.compare("triton", False, fold_threshold=9)
+
+
+@pytest.mark.parametrize("capacity", [16, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_materialize_rows(dtype: torch.dtype, capacity: int) -> None:
+    call = PrefixCall(Dtypes(dtype, dtype, dtype), capacity)
+    active = torch.tensor([2, -1, 0, 7, 99, 1, 3, 5], dtype=torch.int32)
+    bound = 1e-6 if dtype == torch.float32 else 2e-3
+    for count in (0, 3, 99):
+        num_active = torch.tensor([count], dtype=torch.int32)
+        options = {"active": active, "num_active": num_active}
+        found, expected = (call.run(backend=name, **options) for name in ("triton", "reference"))
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound, equal_nan=True)
+    assert_same_bits(call.run(backend="triton"), found)
+    assert_same_bits(found[11], call.pools.state[3])

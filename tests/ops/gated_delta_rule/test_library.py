@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +11,8 @@ from helpers.gdn_cases import Case, Dtypes, Geometry, VerifyCall
 from helpers.tolerances import assert_same
 from hybridspec.ops import gated_delta_rule
 from hybridspec.ops import ring as ring_ops
-from hybridspec.ops._library import register
+from hybridspec.ops._backends import always
+from hybridspec.ops._library import Backend, Written, register
 from hybridspec.ops.ring import RingView
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -30,8 +29,10 @@ def clean_call(*, history: int = 14) -> VerifyCall:
     return call
 
 
-def row_arguments(call: VerifyCall) -> tuple[Tensor, ...]:
-    return *call.inputs(), call.tokens.A_log, call.tokens.dt_bias, call.pools.state
+def row_arguments(call: VerifyCall, out: Tensor) -> tuple:
+    options = (0.5, True, 1.0)
+    gates = (call.tokens.A_log, call.tokens.dt_bias, *options)
+    return *call.inputs(), out, *gates, call.pools.state, None
 
 
 def ring_arguments(call: VerifyCall) -> tuple:
@@ -45,9 +46,8 @@ def test_verify_passes_opcheck(has_folds: bool) -> None:
     call = clean_call()
     out = torch.empty(5, 2, 4)
     arguments = (
-        *row_arguments(call), *ring_arguments(call), call.cu_seqlens, call.slot_tensor,
-        call.is_fold if has_folds else None, out, 0.5, True, 1.0, 3, None,
-        "auto",
+        *row_arguments(call, out), *ring_arguments(call), call.cu_seqlens, call.slot_tensor,
+        call.is_fold if has_folds else None, 3, None, False, "auto",
     )  # fmt: skip
     torch.library.opcheck(OPS.gated_delta_rule_verify.default, arguments)
 
@@ -56,8 +56,8 @@ def test_prefill_passes_opcheck() -> None:
     call = clean_call()
     call.pools.ring.history_len.zero_()
     arguments = (
-        *row_arguments(call), call.pools.ring.history_len, call.cu_seqlens, call.slot_tensor,
-        torch.empty(5, 2, 4), 0.5, True, 1.0, 64, 3, None, "auto",
+        *row_arguments(call, torch.empty(5, 2, 4)), *ring_arguments(call), call.cu_seqlens,
+        call.slot_tensor, None, 3, None, False, 64, "auto",
     )  # fmt: skip
     torch.library.opcheck(OPS.gated_delta_rule_prefill.default, arguments)
 
@@ -67,15 +67,15 @@ def test_ops_on_slots_pass_opcheck() -> None:
     pools, ring, slots = call.pools, call.pools.ring, call.slot_tensor
     other = torch.tensor([0, -1], dtype=torch.int32)
     counts = torch.tensor([3, 2], dtype=torch.int32)
-    state = (pools.state, *ring_arguments(call))
+    state = (pools.state, None, *ring_arguments(call))
     cursors = (pools.seq_len, ring.ring_start, ring.history_len)
     checks = {
-        "gated_delta_rule_fold": (*state, slots, call.is_fold, None, "auto"),
-        "gated_delta_rule_materialize": (*state, slots, other, counts, None, "auto"),
-        "ring_decide_folds": (ring.history_len, ring.ring_start, slots, counts, call.is_fold, 16),
+        "gated_delta_rule_fold": (*state, slots, call.is_fold, "auto"),
+        "gated_delta_rule_materialize": (*state, slots, other, counts, "auto"),
+        "ring_decide_folds": (*cursors[1:], slots, counts, call.is_fold, 16, "auto"),
         "ring_commit": (*cursors, slots, call.is_fold, counts, counts - 1, 32, "auto"),
-        "ring_copy_slots": ([pools.state, *cursors], slots, other),
-        "ring_reset_slots": ([pools.state, *cursors], slots),
+        "ring_copy_slots": (slots, other, [pools.state, *cursors], "auto"),
+        "ring_reset_slots": (slots, [pools.state, *cursors], "auto"),
     }
     for name, arguments in checks.items():
         torch.library.opcheck(getattr(OPS, name).default, arguments)
@@ -132,14 +132,14 @@ def test_fake_tensors_pass_through() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     call = clean_call()
-    rows = row_arguments(call)
+    rows = (*call.inputs(), call.tokens.A_log, call.tokens.dt_bias, call.pools.state)
     with FakeTensorMode() as mode:
         fake = mode.from_tensor
         ring = RingView(
             **{
-                field.name: fake(getattr(call.pools.ring, field.name))
-                for field in fields(RingView)
-                if field.name != "max_window"
+                name: fake(tensor)
+                for name, tensor in call.pools.ring._asdict().items()
+                if name != "max_window"
             }
         )
         out = gated_delta_rule.verify(
@@ -162,10 +162,10 @@ class Names(TorchDispatchMode):
 
 
 def test_an_op_meets_the_dispatcher_only_where_it_may_matter() -> None:
-    def scale(x: Tensor, factor: float) -> None:
+    def scale(x: Written[Tensor], factor: float) -> None:
         x.mul_(factor)
 
-    scaled = register("test_only_scale(Tensor(a!) x, float factor)", scale)
+    scaled = register("test_only.scale", {"reference": Backend(always, scale)})
     x = torch.ones(3)
     with Names() as names:
         scaled(x, 2.0)
@@ -173,7 +173,7 @@ def test_an_op_meets_the_dispatcher_only_where_it_may_matter() -> None:
             scaled(x, 2.0)
     assert names.seen == ["hybridspec.test_only_scale.default", "aten.mul_.Tensor"]
     assert x.tolist() == [4.0, 4.0, 4.0]
-    torch.library.opcheck(OPS.test_only_scale.default, (x, 3.0))
+    torch.library.opcheck(OPS.test_only_scale.default, (x, 3.0, "auto"))
 
 
 def test_an_op_computes_the_same_on_both_ways() -> None:

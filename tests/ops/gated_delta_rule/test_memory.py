@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers.gdn_cases import Case, Dtypes, Geometry, VerifyCall, assert_same_bits
-from hybridspec.ops.gated_delta_rule import reference
+from hybridspec.ops.gated_delta_rule import Batch, Gates, Rows, State, cpu
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 I8 = torch.int8
@@ -41,21 +41,14 @@ def allocations(call: VerifyCall) -> list[int]:
     inputs = call.inputs()
     out = torch.empty_like(inputs[2])
     with Allocations(pools.state, *inputs) as mode:
-        reference.verify(
-            *inputs,
-            call.tokens.A_log,
-            call.tokens.dt_bias,
-            pools.state,
+        cpu.verify(
+            Rows(*inputs, out),
+            Gates(
+                call.tokens.A_log, call.tokens.dt_bias, 0.125, case.use_qk_l2norm, case.beta_scale
+            ),
+            State(pools.state, pools.state_scale),
             pools.ring,
-            call.cu_seqlens,
-            call.slot_tensor,
-            call.is_fold,
-            out,
-            0.125,
-            case.use_qk_l2norm,
-            case.beta_scale,
-            pools.ring.max_window,
-            pools.state_scale,
+            Batch(call.cu_seqlens, call.slot_tensor, call.is_fold, pools.ring.max_window),
         )
     return mode.sizes
 

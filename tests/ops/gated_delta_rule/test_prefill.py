@@ -2,100 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from helpers.gdn_cases import (
-    Dtypes,
-    Geometry,
-    Pools,
-    assert_same_bits,
-    make_tokens,
-    offsets,
-)
-from helpers.gdn_oracle import Tokens, recurrence
+from helpers.gdn_cases import Dtypes, Geometry, assert_same_bits, offsets
+from helpers.gdn_oracle import recurrence
+from helpers.gdn_prompts import Prompts
 from helpers.tolerances import assert_close, assert_same
+from helpers.triton_process import run_with_compiler
+from hybridspec.errors import UnsupportedError
 from hybridspec.ops import gated_delta_rule
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-
-
-@dataclass
-class Prompts:
-    """Prompts of some lengths in slots that hold random states."""
-
-    lengths: tuple[int, ...]
-    slots: tuple[int, ...]
-    geometry: Geometry
-    dtypes: Dtypes
-    pools: Pools
-    tokens: Tokens
-
-    @classmethod
-    def create(
-        cls,
-        *lengths: int,
-        slots: tuple[int, ...] | None = None,
-        geometry: Geometry | None = None,
-        dtypes: Dtypes | None = None,
-        is_strided: bool = False,
-        **options: object,
-    ) -> Prompts:
-        geometry, dtypes = geometry or Geometry(), dtypes or Dtypes()
-        slots = slots or tuple(range(geometry.num_slots - 1, -1, -1))[: len(lengths)]
-        generator = torch.Generator().manual_seed(sum(lengths))
-        pools = Pools.create(geometry, dtypes, is_strided=is_strided)
-        for slot in slots:
-            if slot >= 0:
-                pools.fill_slot(slot, 3, 0, generator)
-        tokens = make_tokens(geometry, sum(lengths), generator, dtypes.rows, **options)
-        return cls(lengths, slots, geometry, dtypes, pools, tokens)
-
-    def run(self, tail: int = 0, **options: object) -> Tensor:
-        packed = []
-        bounds = offsets(self.lengths)
-        for part in self.tokens.packed():
-            rows = torch.cat((part, part.new_full((tail, *part.shape[1:]), torch.nan)))
-            for i, slot in enumerate(self.slots):
-                if slot < 0:
-                    rows[int(bounds[i]) : int(bounds[i + 1])] = torch.nan
-            packed.append(rows)
-        return gated_delta_rule.prefill(
-            *packed,
-            self.tokens.A_log,
-            self.tokens.dt_bias,
-            self.pools.state,
-            self.pools.ring,
-            bounds,
-            torch.tensor(self.slots, dtype=torch.int32),
-            max_seqlen=max(self.lengths),
-            **options,
-        )
-
-    def check(self, tail: int = 0, **options: object) -> Tensor:
-        before, bounds = self.pools.copies(), offsets(self.lengths).tolist()
-        out = self.run(tail, **options)
-        dtypes, written, is_owned = self.dtypes, [], torch.zeros(len(out), dtype=torch.bool)
-        semantics = {key: options[key] for key in options if key not in ("chunk_size", "out")}
-        for i, slot in enumerate(self.slots):
-            if slot < 0 or not self.lengths[i]:
-                continue
-            first, last = bounds[i], bounds[i + 1]
-            rows = self.tokens.rows(first, last)
-            y, _, states = recurrence(rows, before[0][slot], **semantics)
-            assert_close(out[first:last], y, dtypes.rows, dtypes.compute)
-            assert_close(self.pools.state[slot], states[-1], dtypes.state, dtypes.compute)
-            is_owned[first:last] = True
-            written.append(slot)
-        assert_same_bits(out[~is_owned], torch.zeros_like(out[~is_owned]))
-        kept = torch.tensor([s not in written for s in range(self.geometry.num_slots)])
-        assert_same_bits(self.pools.state[kept], before[0][kept])
-        for actual, old in zip(self.pools.tensors()[1:], before[1:], strict=True):
-            assert_same_bits(actual, old)
-        return out
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 128, 200])
@@ -215,3 +137,15 @@ def test_live_rows_must_be_folded_first() -> None:
         prompts.run()
     for actual, old in zip(prompts.pools.tensors(), before, strict=True):
         assert_same_bits(actual, old)
+
+
+def test_the_compiled_kernels_around_the_library_spill_nothing() -> None:
+    script = Path(__file__).with_name("compile_prefill.py")
+    reports = json.loads(run_with_compiler(script, "80", "90", "100"))
+    assert len(reports) == 15
+    assert all(report["stack_bytes"] == 0 for report in reports)
+
+
+def test_the_library_needs_a_gpu() -> None:
+    with pytest.raises(UnsupportedError, match="'fla'.*not on a CUDA device|not installed"):
+        Prompts.create(5, dtypes=Dtypes(F16, F32, F16)).run(backend="fla")

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from helpers.triton_resources import compiled
-from hybridspec.ops.paged_attention import launch, triton_verify
+from hybridspec.ops.paged_attention import launch, launch_prefill, triton_prefill, triton_verify
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # query heads, key heads, D, rows of a request, page size, dtype
@@ -44,6 +44,10 @@ def variants(capability: int):
             (triton_verify.finish_kernel, sizes.finish, launch.FINISH_WARPS),
         ):
             yield kernel, constants, types, {"num_warps": num_warps}
+        prompts = launch_prefill.choose_launch(divmod(capability, 10), head_dim, dtype.itemsize)
+        constants = launch_prefill.kernel_sizes(prompts, heads, group, head_dim, page_size)
+        options = {"num_warps": prompts.num_warps}
+        yield triton_prefill.prefill_kernel, constants | {"ALIGNMENT": 16}, types, options
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from helpers.attention_cases import (
     make_attention_batch,
 )
 from helpers.fake_fa3 import FakeFa3, fa3_build
-from hybridspec.ops.paged_attention import fa3
-from hybridspec.ops.verify_plan import Step, build_params, copy_page_table
+from hybridspec.ops.paged_attention import Batch, Pages, Rows, fa3
+from hybridspec.ops.verify_plan import Step, build_params
 
 BATCHES = {
     "one row": ([1], [9], [2]),
@@ -40,7 +40,7 @@ def batch_of(name: str, *, has_pages: bool = False, **options: object) -> Attent
 
 def attend(batch: AttentionBatch, *, scale: float = 0.3, out: Tensor | None = None) -> Tensor:
     out = torch.full(batch.q.shape, math.nan, dtype=batch.q.dtype) if out is None else out
-    fa3.verify(*batch.tensors, max(1, batch.longest), scale, out)
+    fa3.verify(*batch.call(max(1, batch.longest), scale, out))
     return out
 
 
@@ -59,17 +59,12 @@ def test_equals_the_oracle(name: str, has_pages: bool, monkeypatch: pytest.Monke
 
 
 def test_padding_has_no_row_of_the_page_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that copy rows take no -1."""
-    fa3_build(monkeypatch, "flash_attn_interface")
-    asked: list[int] = []
-
-    def copy(page_table: Tensor, source: Tensor, requests: Tensor) -> None:
-        asked.extend(requests.tolist())
-        copy_page_table(page_table, source, requests)
-
-    monkeypatch.setattr(fa3, "copy_page_table", copy)
-    attend(batch_of("padding", has_pages=True))
-    assert asked[1] == 3 and min(asked) >= 0
+    """Its requests get that of slot 0, of which no position is looked at."""
+    fake = fa3_build(monkeypatch, "flash_attn_interface")
+    batch = batch_of("padding", has_pages=True)
+    attend(batch)
+    [call] = fake.calls
+    assert torch.equal(call["page_table"], batch.page_table[[0, 3, 0]])
 
 
 @pytest.mark.parametrize("group", [(1, 1), (8, 1), (6, 3)], ids=str)
@@ -132,7 +127,7 @@ def test_the_plan_of_a_step_feeds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = replace(batch, cu_seqlens=plan.cu_seqlens, slots=plan.slots)
     right = expected_output(batch, scale=0.3)
     torch.testing.assert_close(attend(planned), right, rtol=1e-12, atol=1e-12)
-    rows = fa3.append_rows(*planned.tensors[1:])
+    rows = fa3.append_rows(*planned.call(4, None, planned.q))
     assert rows.kv_len.tolist() == plan.kv_len.tolist() == [8, 0, 13, 0]
 
 
@@ -177,7 +172,12 @@ def reason_for(
         "slots": torch.zeros(1, dtype=torch.int32),
         "out": torch.zeros(4, 8, head_dim, dtype=dtype),
     }
-    return fa3.explain(**(call | changes), max_verify_tokens=4)
+    mine = call | changes
+    return fa3.explain(
+        Rows(mine["q"], mine["k"], mine["v"], mine["out"], None),
+        Pages(mine["k_pages"], mine["v_pages"], mine["page_table"], mine["seq_len"]),
+        Batch(mine["cu_seqlens"], mine["slots"], 4),
+    )
 
 
 CALLS = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from helpers.append_cases import CASES, check_append, moved
 from helpers.attention_cases import AttentionBatch, expected_output, make_attention_batch
 from hybridspec.ops import paged_attention
-from hybridspec.ops.paged_attention import fa3, reference
+from hybridspec.ops.paged_attention import cpu, fa3
 from hybridspec.ops.verify_plan import Step, plan_step
 
 pytestmark = [
@@ -90,10 +90,10 @@ def attend(batch: AttentionBatch, backend: str = "fa3", **options: object) -> Te
 def oracle(batch: AttentionBatch) -> Tensor:
     """The reference in fp64 over the same pages, with its own copy of them."""
     out = torch.empty_like(batch.q, dtype=torch.float64)
-    copied = replace(batch, k_pages=batch.k_pages.clone(), v_pages=batch.v_pages.clone())
-    reference.verify(
-        batch.q.double(), *copied.tensors[1:], max(1, batch.longest), batch.q.shape[2] ** -0.5, out
+    copied = replace(
+        batch, q=batch.q.double(), k_pages=batch.k_pages.clone(), v_pages=batch.v_pages.clone()
     )
+    cpu.verify(*copied.call(max(1, batch.longest), None, out))
     return out
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helpers.attention_cases import BATCHES, check_verify, make_attention_batch
+from helpers.attention_cases import BATCHES, PROMPTS, check_verify, make_attention_batch
 from hybridspec.ops import paged_attention
-from hybridspec.ops.paged_attention import launch
+from hybridspec.ops.paged_attention import launch, launch_prefill
 
 pytestmark = pytest.mark.gpu
 
@@ -246,3 +246,52 @@ def test_a_negative_scale_and_none_at_all() -> None:
             **call, max_verify_tokens=4, scale=scale, backend="reference"
         )
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", BATCHES | PROMPTS)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_batches_of_prompts(dtype: torch.dtype, name: str) -> None:
+    make = (BATCHES | PROMPTS)[name]
+    batch = make_attention_batch(**make, page_size=16, head_dim=64, dtype=dtype)
+    check_verify(batch, launch_prefill.prefill, device="cuda")
+
+
+PROMPT_CASES = {
+    "one prompt": Large(lengths=[4096], positions=[0], page_size=64, heads=(16, 4)),
+    "32 prompts": Large(lengths=[128] * 32, positions=[0] * 32, page_size=64, heads=(16, 4)),
+    "later chunks": Large(lengths=[700, 1, 300], positions=[1500, 900, 33], head_dim=128),
+    "small pages": Large(lengths=[200, 129], positions=[0, 64], heads=(12, 3), head_dim=192),
+    "fp16, 96": Large(lengths=[130, 5], positions=[77, 0], heads=(8, 8), head_dim=96, dtype=F16),
+}
+
+
+@pytest.mark.parametrize("name", PROMPT_CASES)
+def test_sizes_of_prompts(name: str) -> None:
+    call = PROMPT_CASES[name].build()
+    run_prompts(call)  # what is compiled may read the device
+    call = PROMPT_CASES[name].build()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = run_prompts(call, max(PROMPT_CASES[name].lengths))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    check(call, out)
+
+
+def run_prompts(call: dict[str, Tensor], longest: int | None = None) -> Tensor:
+    longest = call["q"].shape[0] if longest is None else longest
+    return paged_attention.prefill(**call, max_seqlen=longest, backend="triton")
+
+
+def test_chunks_do_not_change_a_bit() -> None:
+    whole = Large(lengths=[500], positions=[0], page_size=64).build()
+    right = run_prompts(whole)
+    parts = Large(lengths=[500], positions=[0], page_size=64).build()
+    found, start = [], 0
+    for rows in (130, 64, 5, 301):
+        bounds = torch.tensor([0, rows], dtype=torch.int32, device="cuda")
+        part = {name: parts[name][start : start + rows] for name in ("q", "k", "v")}
+        found.append(run_prompts(parts | part | {"cu_seqlens": bounds}))
+        parts["seq_len"] += rows
+        start += rows
+    assert torch.equal(torch.cat(found), right)

@@ -137,7 +137,7 @@ def test_rows_past_two_to_the_31st_element(tmp_path: Path) -> None:
                 for name, part in rows.items()
             }
         out = rows.pop("out")
-        launch.verify(*replace(batch, **rows).tensors, 1, 0.25, out, config=CONFIG)
+        launch.verify(*replace(batch, **rows).call(1, 0.25, out), config=CONFIG)
         found.append([out, batch.k_pages, batch.v_pages])
     assert_same(found[1][0], found[0][0])
     for far, near in zip(found[1][1:], found[0][1:], strict=True):
@@ -153,18 +153,19 @@ def test_no_requests() -> None:
 def test_refusals_say_why() -> None:
     batch = make_attention_batch([2], [3], [1], dtype=F32)
     out = torch.empty(2, 4, 16)
-    assert launch.explain_verify(*batch.tensors, out, 2) is None
+    assert launch.explain_verify(*batch.call(2, None, out)) is None
     half = replace(batch, k_pages=batch.k_pages.half(), v_pages=batch.v_pages.half())
     apart = replace(batch, v_pages=batch.v_pages.contiguous())
     transposed = torch.empty(2, 16, 4).transpose(1, 2)
+    mixed = replace(batch, v_pages=batch.v_pages.double())
     many = replace(batch, slots=torch.zeros(4097, dtype=torch.int32))
     for arguments, reason in (
-        ((*half.tensors, out, 2), "k_pages has dtype float16, q has float32"),
-        ((*apart.tensors, out, 2), "v_pages has strides"),
-        ((*batch.tensors, transposed, 2), "out has strides"),
-        ((*batch.tensors, out, 17), "max_verify_tokens is 17"),
-        ((*many.tensors, out, 2), "slots: 4097 requests, the kernel takes up to 4096"),
-        ((*batch.tensors[:4], batch.v_pages.double(), *batch.tensors[5:], out, 2), "v_pages has"),
+        (half.call(2, None, out), "k_pages has dtype float16, q has float32"),
+        (apart.call(2, None, out), "v_pages has strides"),
+        (batch.call(2, None, transposed), "out has strides"),
+        (batch.call(17, None, out), "max_verify_tokens is 17"),
+        (many.call(2, None, out), "slots: 4097 requests, the kernel takes up to 4096"),
+        (mixed.call(2, None, out), "v_pages has"),
     ):
         assert reason in launch.explain_verify(*arguments)
 
@@ -175,7 +176,7 @@ def test_one_request_twice_gives_the_same() -> None:
     for _ in range(2):
         batch = make_attention_batch(**make)
         out = torch.empty_like(batch.q, memory_format=torch.contiguous_format)
-        launch.verify(*batch.tensors, 4, 0.25, out, config=CONFIG)
+        launch.verify(*batch.call(4, 0.25, out), config=CONFIG)
         results.append(out)
     assert_same(*results)
 
@@ -184,4 +185,4 @@ def test_the_oracle_would_see_a_missing_part() -> None:
     """Teeth: without the second launch what was cut is not written."""
     batch = make_attention_batch([4], [70], [2], dtype=F32)
     with pytest.raises(AssertionError):
-        check_verify(batch, lambda *arguments, **_: arguments[-1].zero_())
+        check_verify(batch, lambda rows, *others, **_: rows.out.zero_())

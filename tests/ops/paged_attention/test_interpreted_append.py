@@ -26,6 +26,6 @@ def test_pages_past_two_to_the_31st_element(tmp_path: Path) -> None:
     batch = make_attention_batch([4], [30], [2], page_size=16, dtype=F16)
     assert batch.page_table[2, :3].max() >= 2
     far = with_far_pages(batch, tmp_path)
-    launch_append(*far.tensors[1:])
+    launch_append(*far.call(4, None, far.q))
     for pages, right in zip((far.k_pages, far.v_pages), expected_pages(batch), strict=True):
         torch.testing.assert_close(pages, right, rtol=0, atol=0, equal_nan=True)

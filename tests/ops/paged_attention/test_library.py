@@ -19,7 +19,21 @@ def test_opcheck(op: str) -> None:
         tensor.nan_to_num_()
     torch.library.opcheck(
         getattr(torch.ops.hybridspec, f"paged_attention_{op}").default,
-        (*batch.tensors, 3, 0.25, torch.empty_like(batch.q), "auto"),
+        (
+            batch.q,
+            batch.k,
+            batch.v,
+            torch.empty_like(batch.q),
+            0.25,
+            batch.k_pages,
+            batch.v_pages,
+            batch.page_table,
+            batch.seq_len,
+            batch.cu_seqlens,
+            batch.slots,
+            3,
+            "auto",
+        ),
     )
 
 
@@ -45,4 +59,4 @@ def test_compile(op: str, backend: str) -> None:
 def test_schema_names_what_changes(op: str) -> None:
     schema = getattr(torch.ops.hybridspec, f"paged_attention_{op}").default._schema
     mutated = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    assert mutated == ["k_pages", "v_pages", "out"]
+    assert mutated == ["rows_out", "pages_k", "pages_v"]

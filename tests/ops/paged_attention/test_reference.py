@@ -19,7 +19,7 @@ from helpers.attention_cases import (
     make_attention_batch,
 )
 from hybridspec.ops import paged_attention
-from hybridspec.ops.paged_attention import reference
+from hybridspec.ops.paged_attention import cpu
 
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -147,7 +147,7 @@ def test_few_requests_long_context() -> None:
 @pytest.mark.parametrize("position", [0, 1, 23])
 def test_prefill_blocks(position: int, mask_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of query rows that share a mask does not matter."""
-    monkeypatch.setattr(reference, "_MAX_MASK_ELEMENTS", mask_elements)
+    monkeypatch.setattr(cpu, "_MAX_MASK_ELEMENTS", mask_elements)
     batch = make_attention_batch([17, 3], [position, 2], [1, 4])
     torch.testing.assert_close(run_prefill(batch), expected_output(batch), **CLOSE)
 

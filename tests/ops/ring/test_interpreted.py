@@ -9,6 +9,7 @@ from helpers.gdn_cases import Pools
 from helpers.ring_cases import compare_backends, kernel_pools
 from hybridspec.ops import ring as ring_ops
 from hybridspec.ops.ring import launch
+from hybridspec.ops.ring.view import Windows
 
 pytestmark = pytest.mark.interpreted
 
@@ -38,9 +39,9 @@ def test_decide_folds() -> None:
     pools = kernel_pools()
     slots, rows = int32(3, 1, -1, 0, 2, 1), int32(4, 1, 8, 8, 16, 0)
     found = torch.full((6,), 9, dtype=torch.int8)
-    launch.decide_folds(pools.ring.history_len, None, slots, rows, found, 16)
+    launch.decide_folds(Windows(None, pools.ring.history_len), slots, rows, found, 16)
     assert found.tolist() == [0, 1, 0, 0, 1, 0]
-    launch.decide_folds(pools.ring.history_len, None, slots, rows, found, 5)
+    launch.decide_folds(Windows(None, pools.ring.history_len), slots, rows, found, 5)
     assert found.tolist() == [1, 1, 0, 1, 1, 0]
 
 
@@ -53,7 +54,7 @@ def test_decide_folds_of_first_windows(max_window: int) -> None:
     rows = torch.arange(len(lengths), dtype=torch.int32) % 5
     expected, found = (torch.full((len(lengths),), 9, dtype=torch.int8) for _ in range(2))
     ring_ops.decide_folds(lengths, slots, rows, expected, max_window=max_window, ring_start=starts)
-    launch.decide_folds(lengths, starts, slots, rows, found, max_window)
+    launch.decide_folds(Windows(starts, lengths), slots, rows, found, max_window)
     assert torch.equal(found, expected)
 
 
@@ -62,8 +63,8 @@ def test_copy_and_reset() -> None:
         tensors = pools.tensors()
         copied, written = int32(3, 0, -1, 1), int32(0, 5, 2, -1)
         if backend == "triton":
-            launch.copy_slots(tensors, copied, written)
-            launch.reset_slots(tensors, int32(1, -1))
+            launch.copy_slots(copied, written, tensors)
+            launch.reset_slots(int32(1, -1), tensors)
         else:
             ring_ops.copy_slots(tensors, copied, written)
             ring_ops.reset_slots(tensors, int32(1, -1))
@@ -81,7 +82,7 @@ def test_restart_windows(has_slots: bool) -> None:
         if run is None:
             ring_ops.restart_windows(start, length, slots, fold_threshold=13, ring_capacity=32)
         else:
-            run(start, length, slots, 13, 32)
+            run(Windows(start, length), slots, 13, 32)
         found.append((start.tolist(), length.tolist()))
     kept = (30, 13) if has_slots else (11, 0)
     assert found[0] == found[1] == ([11, kept[0], 9, 15, 0], [0, kept[1], 12, 0, 0])

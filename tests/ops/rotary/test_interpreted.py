@@ -42,4 +42,4 @@ def test_rows_past_two_to_the_31st_element(tmp_path: Path) -> None:
 )
 def test_what_it_refuses(head_dim: int, wide: torch.dtype, reason: str | None) -> None:
     heads = make_heads((1, 2, head_dim, 8), torch.float32, wide=wide)
-    assert launch.explain(*heads, EPS, heads[0]) == reason
+    assert launch.explain(*heads, heads[0], EPS) == reason

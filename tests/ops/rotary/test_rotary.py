@@ -108,7 +108,7 @@ def test_opcheck() -> None:
     heads = make_heads(CASES["odd sizes"], F32)
     x = heads[0].clone()
     op = torch.ops.hybridspec.rotary_norm_and_rotate.default
-    torch.library.opcheck(op, (x, *heads[1:], EPS, torch.empty_like(x), "auto"))
+    torch.library.opcheck(op, (x, *heads[1:], torch.empty_like(x), EPS, "auto"))
 
 
 def test_compile() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers.choice_cases import FILTER_KINDS, filter_case, random_case
+from helpers.no_sync import no_sync
 from hybridspec.ops.sampling import SamplingTable, SamplingUses, choose, launch
 from hybridspec.ops.sampling.mass import TILE
 
@@ -112,11 +113,8 @@ def test_captured() -> None:
         choose(logits, slots, others[0], table, *others[1:], out=out)
 
     before = logits.clone()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from helpers.empty_plans import check_no_requests
 from helpers.group_cases import GROUPINGS, group_case
 from helpers.plan_cases import (
     KINDS,
@@ -24,8 +25,8 @@ from hybridspec.ops.verify_plan import (
     compact_hidden,
     compact_sampling,
     copy_page_table,
+    cpu,
     plan_step,
-    reference,
     select_rows,
 )
 
@@ -105,7 +106,7 @@ def test_the_reference_on_the_device_equals_itself() -> None:
     generator = torch.Generator().manual_seed(0)
     for kind in KINDS:
         case = random_case(generator, 60, 4, kind=kind, has_limits=True, num_bins=5)
-        found = run_plan(case.to("cuda"), reference.plan_step)
+        found = run_plan(case.to("cuda"), cpu.plan_step)
         assert differences(found, on_device(reference_plan(case))).item() == 0
 
 
@@ -138,10 +139,7 @@ def test_graphs_follow_their_inputs(num_requests: int, num_drafts: int, path: st
     config = config_of(path, num_requests, num_drafts)
 
     def call() -> None:
-        launch.plan_step(
-            static.confidences, static.token_ids, static.slots, static.seq_len, static.history_len,
-            static.ring_start, num_rows, None, None, 16, plan, config,
-        )  # fmt: skip
+        launch.plan_step(*static.call(), plan, config)
 
     graph = captured(call)
     names = ("confidences", "token_ids", "slots", "seq_len", "history_len", "ring_start")
@@ -154,10 +152,7 @@ def test_graphs_follow_their_inputs(num_requests: int, num_drafts: int, path: st
         expected = Step.create(
             max_requests=static.max_requests, max_rows=static.max_rows, max_drafts=num_drafts
         )
-        reference.plan_step(
-            case.confidences, case.token_ids, case.slots, case.seq_len, case.history_len,
-            case.ring_start, num_rows, None, None, 16, expected,
-        )  # fmt: skip
+        cpu.plan_step(*case.call(), expected)
         assert differences(plan, on_device(expected)).item() == 0
 
 
@@ -170,12 +165,7 @@ def test_200_replays_give_the_same_bits(path: str) -> None:
     ).to("cuda")
     plan = case.new_plan()
     config = config_of(path, case.max_requests, 7)
-    graph = captured(
-        lambda: launch.plan_step(
-            case.confidences, case.token_ids, case.slots, case.seq_len, case.history_len,
-            case.ring_start, case.num_rows, None, None, 16, plan, config,
-        )
-    )  # fmt: skip
+    graph = captured(lambda: launch.plan_step(*case.call(), plan, config))
     graph.replay()
     first = Step.of((tensor.clone() for tensor in plan.tensors()), max_seqlen=plan.max_seqlen)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -269,3 +259,7 @@ def test_page_tables() -> None:
         copy_page_table(buffer[view], source, requests)
         lightllm.page_table_copy(moved[view], source.cuda(), requests.cuda())
         assert torch.equal(moved.cpu(), buffer)
+
+
+def test_no_requests() -> None:
+    check_no_requests("triton", "cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.empty_plans import check_no_requests
 from helpers.group_cases import GROUPINGS, group_case
 from helpers.plan_cases import KINDS, differences, random_case, reference_plan, run_plan
 from hybridspec.ops.verify_plan import (
@@ -162,3 +163,7 @@ def test_page_tables() -> None:
         copy_page_table(expected[view], source, requests, backend="reference")
         assert torch.equal(buffer, expected)
         assert buffer.ne(-1).sum() == 4 * width
+
+
+def test_no_requests() -> None:
+    check_no_requests("triton")

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.empty_plans import check_no_requests
 from helpers.plan_cases import KINDS, PlanCase, differences, random_case, reference_plan
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops.verify_plan import (
@@ -192,6 +193,10 @@ def test_a_last_column_too_many_changes_nothing() -> None:
     assert differences(*plans) == 0
 
 
+def test_no_requests() -> None:
+    check_no_requests("reference")
+
+
 def test_zero_drafts_and_zero_requests() -> None:
     chosen = select_rows(torch.zeros(3, 0), integers(4, -1, 0), num_rows=3)
     assert chosen.tolist() == [0, 1, 1, 2]
@@ -339,22 +344,17 @@ def test_registered_ops() -> None:
     plan = reference_plan(case)
     ops = torch.ops.hybridspec
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    select_arguments = (case.confidences, case.slots, case.num_rows, case.num_drafts)
-    build_arguments = (
-        case.token_ids, case.slots, case.seq_len, case.history_len, case.ring_start
-    )  # fmt: skip
+    drafts, token_ids, slots, cursors, num_rows = case.call()
+    fields = (*plan.tensors(), plan.max_seqlen, plan.is_prefill)
     for op, arguments in (
         (
             ops.verify_plan_select_rows,
-            (*select_arguments, case.calibration, plan.cu_seqlens, plan.workspace, "auto"),
+            (*drafts, slots, num_rows, plan.cu_seqlens, plan.workspace, "auto"),
         ),
-        (ops.verify_plan_build_params, (*build_arguments, 16, plan.tensors(), "auto")),
+        (ops.verify_plan_build_params, (token_ids, slots, *cursors, *fields, "auto")),
         (
             ops.verify_plan_plan_step,
-            (
-                case.confidences, *build_arguments, case.num_rows, case.num_drafts,
-                case.calibration, 16, plan.tensors(), "auto",
-            ),
+            (*drafts, token_ids, slots, *cursors, num_rows, *fields, "auto"),
         ),
         (
             ops.verify_plan_compact_hidden,

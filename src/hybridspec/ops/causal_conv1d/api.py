@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from hybridspec.ops._backends import always, choose_backend
-from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride, check_option
-from hybridspec.ops._library import register
-from hybridspec.ops._triton_support import triton_or_reference
-from hybridspec.ops.causal_conv1d import launch, reference
-
-__all__ = ["prefill", "verify"]
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_INTEGERS = (torch.int32, torch.int64)
-_PREFILL_BACKENDS = {"reference": always}
-verify_backends = triton_or_reference(launch.explain_verify)
-_ARGUMENTS = (
-    "(Tensor x, Tensor weight, Tensor(a!) conv_ring, Tensor seq_len, Tensor cu_seqlens, "
-    "Tensor slots, int max_rows, Tensor? bias, str? activation, Tensor(b!) out, str backend)"
+from hybridspec.ops._checks import (
+    FLOATS,
+    INTEGERS,
+    Dims,
+    check,
+    check_dtype,
+    check_last_stride,
+    check_option,
 )
+from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops._requests import Batch
+from hybridspec.ops.causal_conv1d import cpu, launch
+from hybridspec.ops.causal_conv1d.call import Log, Rows, Taps
+
+__all__ = ["explain_verify", "prefill", "verify"]
 
 
 def verify(
@@ -76,13 +74,10 @@ def verify(
     Source:
         The convolution of Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464, section 3.4).
     """
-    out = _prepare(x, weight, conv_ring, seq_len, cu_seqlens, slots, bias, activation, out)
-    check_option("max_verify_tokens", max_verify_tokens, int, low=0)
-    _check_capacity(conv_ring, weight, max_verify_tokens)
-    _verify_op(
-        x, weight, conv_ring, seq_len, cu_seqlens, slots, max_verify_tokens, bias, activation, out,
-        backend,
-    )  # fmt: skip
+    out = _output(x) if out is None else out
+    batch = Batch(cu_seqlens, slots, max_verify_tokens)
+    log = Log(conv_ring, seq_len)
+    _verify(Rows(x, out), Taps(weight, bias, activation), log, batch, backend=backend)
     return out
 
 
@@ -116,13 +111,14 @@ def prefill(
         bias: added before the activation, [D]; last stride 1; in.
         activation: "silu" or None.
         out: where to write, [N, D], dtype of x; last stride 1; out.
-        backend: "auto" or "reference".
+        backend: "auto", "triton" or "reference".
 
     Returns:
         [N, D] in the dtype of `x`; zeros in rows that belong to no slot.
 
     Raises:
         TypeError: for a dtype or an option of a kind that is not supported.
+        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
         ValueError: for a wrong shape, stride, ring capacity, activation or backend, or (reference)
             more rows in a request than `max_seqlen`.
 
@@ -132,91 +128,50 @@ def prefill(
     Source:
         As `verify`.
     """
-    out = _prepare(x, weight, conv_ring, seq_len, cu_seqlens, slots, bias, activation, out)
-    check_option("max_seqlen", max_seqlen, int, low=0)
-    _check_capacity(conv_ring, weight, 0)
-    _prefill_op(
-        x, weight, conv_ring, seq_len, cu_seqlens, slots, max_seqlen, bias, activation, out,
-        backend,
-    )  # fmt: skip
+    out = _output(x) if out is None else out
+    batch = Batch(cu_seqlens, slots, max_seqlen)
+    log = Log(conv_ring, seq_len)
+    _prefill(Rows(x, out), Taps(weight, bias, activation), log, batch, backend=backend)
     return out
 
 
-def _prepare(
-    x: Tensor,
-    weight: Tensor,
-    conv_ring: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    out: Tensor | None,
-) -> Tensor:
-    """Check the call and return the output tensor; the explanation is looked for on failure."""
-    try:
-        is_right = (
-            weight.ndim == 2
-            and x.shape[1:] == weight.shape[:1] == conv_ring.shape[2:]
-            and seq_len.shape == conv_ring.shape[:1]
-            and slots.ndim == 1
-            and cu_seqlens.shape == (slots.shape[0] + 1,)
-            and x.stride(1) == conv_ring.stride(2) == 1
-            and x.dtype in _FLOATS
-            and weight.dtype in _FLOATS
-            and conv_ring.dtype in _FLOATS
-            and seq_len.dtype in _INTEGERS
-            and cu_seqlens.dtype in _INTEGERS
-            and slots.dtype in _INTEGERS
-            and seq_len.is_contiguous()
-            and cu_seqlens.is_contiguous()
-            and slots.is_contiguous()
-        )
-    except (AttributeError, IndexError, TypeError):  # no tensor, or of too few dimensions
-        is_right = False
-    if not is_right:
-        _explain(x, weight, conv_ring, seq_len, cu_seqlens, slots)
-    if bias is not None:
-        check("bias", bias, "D", {"D": x.shape[1]})
-        check_dtype("bias", bias, *_FLOATS)
-        check_last_stride("bias", bias)
-    if activation not in ("silu", None):
-        raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
-    if out is None:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-    check("out", out, "N D", {"N": x.shape[0], "D": x.shape[1]})
-    check_dtype("out", out, x.dtype)
-    check_last_stride("out", out)
-    return out
+def explain_verify(rows: Rows, taps: Taps, log: Log, batch: Batch) -> dict[str, str | None]:
+    """Say of each backend, in order of preference, why it cannot serve a verify call, or None."""
+    return _verify.explain(rows, taps, log, batch)
 
 
-def _explain(
-    x: Tensor,
-    weight: Tensor,
-    conv_ring: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-) -> None:
-    """Raise the error that names the first wrong argument."""
+def _output(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape) if isinstance(x, Tensor) else x
+
+
+def _check(rows: Rows, taps: Taps, log: Log, batch: Batch, num_appended: int) -> None:
     dims: Dims = {}
-    check("x", x, "N D", dims)
-    check("weight", weight, "D width", dims)
-    check("conv_ring", conv_ring, "S R D", dims)
-    check("seq_len", seq_len, "S", dims)
-    check("slots", slots, "B", dims)
-    check("cu_seqlens", cu_seqlens, str(dims["B"] + 1), dims)
-    check_last_stride("x", x)
-    check_last_stride("conv_ring", conv_ring)
-    for name, tensor in (("x", x), ("weight", weight), ("conv_ring", conv_ring)):
-        check_dtype(name, tensor, *_FLOATS)
-    for name, tensor in (("seq_len", seq_len), ("cu_seqlens", cu_seqlens), ("slots", slots)):
-        check_dtype(name, tensor, *_INTEGERS)
+    check("x", rows.x, "N D", dims)
+    check("weight", taps.weight, "D width", dims)
+    check("conv_ring", log.conv_ring, "S R D", dims)
+    check("seq_len", log.seq_len, "S", dims)
+    check("slots", batch.slots, "B", dims)
+    check("cu_seqlens", batch.cu_seqlens, str(dims["B"] + 1), dims)
+    check_last_stride("x", rows.x)
+    check_last_stride("conv_ring", log.conv_ring)
+    for name, tensor in (
+        ("x", rows.x), ("weight", taps.weight), ("conv_ring", log.conv_ring)
+    ):  # fmt: skip
+        check_dtype(name, tensor, *FLOATS)
+    indices = {"cu_seqlens": batch.cu_seqlens, "slots": batch.slots}
+    for name, tensor in ({"seq_len": log.seq_len} | indices).items():
+        check_dtype(name, tensor, *INTEGERS)
         check_last_stride(name, tensor)
-
-
-def _check_capacity(conv_ring: Tensor, weight: Tensor, max_rows: int) -> None:
-    capacity, needed = conv_ring.shape[1], weight.shape[1] - 1 + max_rows
+    if taps.bias is not None:
+        check("bias", taps.bias, "D", dims)
+        check_dtype("bias", taps.bias, *FLOATS)
+        check_last_stride("bias", taps.bias)
+    if taps.activation not in ("silu", None):
+        raise ValueError(f"activation: expected 'silu' or None, got {taps.activation!r}")
+    check("out", rows.out, "N D", dims)
+    check_dtype("out", rows.out, rows.x.dtype)
+    check_last_stride("out", rows.out)
+    capacity, needed = dims["R"], dims["width"] - 1 + num_appended
     if capacity & (capacity - 1) or capacity < needed:
         raise ValueError(
             f"conv_ring: expected R a power of two of at least {needed} rows (width - 1 + rows of "
@@ -224,19 +179,23 @@ def _check_capacity(conv_ring: Tensor, weight: Tensor, max_rows: int) -> None:
         )
 
 
-def _verify(x: Tensor, weight: Tensor, conv_ring: Tensor, *args) -> None:
-    *rest, backend = args
-    name, tensors = "causal_conv1d.verify", (x, weight, conv_ring)
-    if choose_backend(name, backend, verify_backends(x), *tensors, rest[-1], rest[3]) == "triton":
-        launch.verify(*tensors, *rest)
-    else:
-        reference.verify(*tensors, *rest)
+def _check_verify(rows: Rows, taps: Taps, log: Log, batch: Batch) -> None:
+    check_option("max_verify_tokens", batch.max_rows, int, low=0)
+    _check(rows, taps, log, batch, batch.max_rows)
 
 
-def _prefill(x: Tensor, *args) -> None:
-    choose_backend("causal_conv1d.prefill", args[-1], _PREFILL_BACKENDS)
-    reference.prefill(x, *args[:-1])
+def _check_prefill(rows: Rows, taps: Taps, log: Log, batch: Batch) -> None:
+    check_option("max_seqlen", batch.max_rows, int, low=0)
+    _check(rows, taps, log, batch, 0)
 
 
-_verify_op = register(f"causal_conv1d_verify{_ARGUMENTS}", _verify)
-_prefill_op = register(f"causal_conv1d_prefill{_ARGUMENTS}", _prefill)
+_verify = register(
+    "causal_conv1d.verify",
+    kernel_or_reference(launch.explain_verify, launch.verify, cpu.verify),
+    _check_verify,
+)
+_prefill = register(
+    "causal_conv1d.prefill",
+    kernel_or_reference(launch.explain_prefill, launch.prefill, cpu.prefill),
+    _check_prefill,
+)

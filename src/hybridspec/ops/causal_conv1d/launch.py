@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from hybridspec.ops._requests import Batch
 from hybridspec.ops._triton_support import explain_tensors, round_up_to_power_of_two
+from hybridspec.ops.causal_conv1d.call import Log, Rows, Taps
 
-__all__ = ["explain_verify", "verify", "verify_bytes"]
+__all__ = ["explain_prefill", "explain_verify", "prefill", "verify", "verify_bytes"]
 
 _MAX_TOKENS = 16
 _BLOCK_CHANNELS = 256
+_PREFILL_ROWS = 16  # of a tile, and the most inputs that a request keeps
 
 
-def explain_verify(
-    x: Tensor,
-    weight: Tensor,
-    conv_ring: Tensor,
-    out: Tensor,
-    max_verify_tokens: int,
-) -> str | None:
+def explain_verify(rows: Rows, taps: Taps, log: Log, batch: Batch) -> str | None:
     """Say why the Triton kernel cannot serve a verify call, or return None."""
-    reason = explain_tensors([("x", x), ("weight", weight), ("conv_ring", conv_ring), ("out", out)])
-    if reason is None and max_verify_tokens > _MAX_TOKENS:
-        reason = f"max_verify_tokens is {max_verify_tokens}, the kernel takes up to {_MAX_TOKENS}"
+    named = [("x", rows.x), ("weight", taps.weight), ("conv_ring", log.conv_ring)]
+    reason = explain_tensors([*named, ("out", rows.out)])
+    if reason is None and batch.max_rows > _MAX_TOKENS:
+        reason = f"max_verify_tokens is {batch.max_rows}, the kernel takes up to {_MAX_TOKENS}"
     return reason
 
 
-def verify(
-    x: Tensor,
-    weight: Tensor,
-    conv_ring: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    max_verify_tokens: int,
-    bias: Tensor | None,
-    activation: str | None,
-    out: Tensor,
-) -> None:
-    """Launch the verify kernel; arguments as `api.verify`."""
+def verify(rows: Rows, taps: Taps, log: Log, batch: Batch) -> None:
+    """Launch the verify kernel."""
     from hybridspec.ops.causal_conv1d.triton_verify import verify_kernel
 
+    (x, out), (weight, bias, activation), (conv_ring, seq_len) = rows, taps, log
+    cu_seqlens, slots, max_rows = batch
     num_requests, (num_channels, width) = slots.shape[0], weight.shape
     if num_requests == 0:
         out.zero_()
@@ -54,10 +42,47 @@ def verify(
             D=num_channels,
             RING=conv_ring.shape[1],
             WIDTH=width,
-            TOKENS=round_up_to_power_of_two(max_verify_tokens),
+            TOKENS=round_up_to_power_of_two(max_rows),
             BLOCK_D=block,
             IS_SILU=activation == "silu",
             num_warps=2,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+def explain_prefill(rows: Rows, taps: Taps, log: Log, batch: Batch) -> str | None:
+    """Say why the Triton kernel cannot serve a prefill call, or return None."""
+    named = [("x", rows.x), ("weight", taps.weight), ("conv_ring", log.conv_ring)]
+    reason = explain_tensors([*named, ("out", rows.out)])
+    width = taps.weight.shape[1]
+    if reason is None and width - 1 > _PREFILL_ROWS:
+        reason = f"weight has {width} taps, the kernel takes up to {_PREFILL_ROWS + 1}"
+    return reason
+
+
+def prefill(rows: Rows, taps: Taps, log: Log, batch: Batch) -> None:
+    """Launch the prefill kernel."""
+    from hybridspec.ops.causal_conv1d.triton_prefill import prefill_kernel
+
+    (x, out), (weight, bias, activation), (conv_ring, seq_len) = rows, taps, log
+    cu_seqlens, slots, max_rows = batch
+    num_requests, (num_channels, width) = slots.shape[0], weight.shape
+    if num_requests == 0:
+        out.zero_()
+        return
+    block = min(_BLOCK_CHANNELS, round_up_to_power_of_two(num_channels))
+    num_tiles = max(-(-max_rows // _PREFILL_ROWS), 1)
+    with torch.cuda.device_of(x):
+        prefill_kernel[(num_requests * num_tiles * -(-num_channels // block),)](
+            x, weight, bias, conv_ring, out, seq_len, cu_seqlens, slots, x.shape[0], num_requests,
+            num_tiles, x.stride(0), *weight.stride(), *conv_ring.stride()[:2], out.stride(0),
+            D=num_channels,
+            RING=conv_ring.shape[1],
+            WIDTH=width,
+            ROWS=_PREFILL_ROWS,
+            BLOCK_D=block,
+            IS_SILU=activation == "silu",
+            num_warps=4,
             enable_fp_fusion=True,
         )  # fmt: skip
 

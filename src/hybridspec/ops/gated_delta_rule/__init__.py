@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
-from hybridspec.ops.gated_delta_rule.api import fold, materialize, prefill, verify
-from hybridspec.ops.gated_delta_rule.by_row import verify_rows
-from hybridspec.ops.gated_delta_rule.choice import verify_backends
+from hybridspec.ops.gated_delta_rule.api import (
+    explain_verify,
+    fold,
+    materialize,
+    prefill,
+    verify,
+)
+from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.row_cursors import verify_rows
 
-__all__ = ["fold", "materialize", "prefill", "verify", "verify_backends", "verify_rows"]
+__all__ = [
+    "Batch",
+    "Gates",
+    "Rows",
+    "State",
+    "explain_verify",
+    "fold",
+    "materialize",
+    "prefill",
+    "verify",
+    "verify_rows",
+]

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from hybridspec.ops._backends import always, choose_backend
-from hybridspec.ops._checks import check_devices, check_option
-from hybridspec.ops._library import register
-from hybridspec.ops._triton_support import triton_or_reference
-from hybridspec.ops.gated_delta_rule import launch, launch_cuda, reference
-from hybridspec.ops.gated_delta_rule import prefill as reference_prefill
-from hybridspec.ops.gated_delta_rule.choice import verify_backends
+from hybridspec.ops._backends import always
+from hybridspec.ops._library import Backend, kernel_or_reference, register
+from hybridspec.ops.gated_delta_rule import cpu, cpu_prefill, fla, launch, launch_cuda
+from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.contracts import (
-    check_is_fold,
-    check_options,
-    check_pools,
-    check_rows,
+    check_fold,
+    check_materialize,
+    check_prefill,
+    check_verify,
 )
-from hybridspec.ops.ring.contracts import check_marks
-from hybridspec.ops.ring.view import RingView, check_window
+from hybridspec.ops.ring.view import RingView
 
-__all__ = ["fold", "materialize", "prefill", "verify"]
+__all__ = ["VERIFY_BACKENDS", "explain_verify", "fold", "materialize", "prefill", "verify"]
 
-_PREFILL_BACKENDS = {"reference": always}
-_advance_backends = triton_or_reference(launch.explain_advance)
-_ROWS = "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias"
-_RING = "Tensor ring_start, Tensor history_len, int max_window"
-_OPTIONS = "float scale, bool use_qk_l2norm, float beta_scale"
+VERIFY_BACKENDS = {
+    "cuda": Backend(launch_cuda.explain_verify, launch_cuda.verify, launch_cuda.prepare),
+    "triton": Backend(launch.explain_verify, launch.verify),
+    "reference": Backend(always, cpu.verify),
+}
 
 
 def prefill(
@@ -79,13 +74,14 @@ def prefill(
         chunk_size: rows that are solved at once.
         state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; last stride 1; in-out.
         out: where to write, [N, HV, V]; last stride 1; out.
-        backend: "auto" or "reference".
+        backend: "auto", "fla" or "reference".
 
     Returns:
         [N, HV, V] in the dtype of `v`; zeros in rows that belong to no slot.
 
     Raises:
         TypeError: for a dtype or an option of a kind that is not supported.
+        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
         ValueError: for a wrong shape, stride, device, option or backend, or (reference) a slot
             with live rows or one that occurs twice, or more rows in a request than `max_seqlen`.
 
@@ -93,21 +89,24 @@ def prefill(
         fp32 (fp64 if q, a or state is). The state is rounded once, at the end (int8 as in
         `fold`); outputs once. Chunks are solved by substitution, decays are exponentials
         of differences <= 0.
+        "fla" (flash-linear-attention) accumulates in fp32, and rounds the normed q and k, the
+        inverse of a chunk's system, the corrections and the state that each chunk reads to the
+        dtype of q; the inverse is computed in tf32.
 
     Source:
         Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), section 3.3 and equation 10.
     """
-    check_rows(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out, state_scale)
-    check_options(scale, use_qk_l2norm, beta_scale)
-    check_option("max_seqlen", max_seqlen, int, low=0)
-    check_option("chunk_size", chunk_size, int, low=1)
-    if out is None:
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    _prefill_op(
-        q, k, v, a, b, A_log, dt_bias, state, ring.history_len, cu_seqlens, slots, out,
-        k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, beta_scale, chunk_size,
-        max_seqlen, state_scale, backend,
-    )  # fmt: skip
+    if out is None and isinstance(v, Tensor):
+        out = v.new_empty(v.shape)
+    _prefill(
+        Rows(q, k, v, a, b, out),
+        Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
+        State(state, state_scale),
+        ring,
+        Batch(cu_seqlens, slots, None, max_seqlen),
+        chunk_size,
+        backend=backend,
+    )
     return out
 
 
@@ -190,19 +189,16 @@ def verify(
         The delta rule of Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), equation 10;
         README.md of this package derives the form used here.
     """
-    check_rows(q, k, v, a, b, A_log, dt_bias, state, ring, cu_seqlens, slots, out, state_scale)
-    check_options(scale, use_qk_l2norm, beta_scale)
-    check_window(ring, max_verify_tokens)
-    if is_fold is not None:
-        check_is_fold(is_fold, slots)
-    if out is None:
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    _verify_op(
-        q, k, v, a, b, A_log, dt_bias, state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start,
-        ring.history_len, ring.max_window, cu_seqlens, slots, is_fold, out,
-        k.shape[2] ** -0.5 if scale is None else scale, use_qk_l2norm, beta_scale,
-        max_verify_tokens, state_scale, backend,
-    )  # fmt: skip
+    if out is None and isinstance(v, Tensor):
+        out = v.new_empty(v.shape)
+    _verify(
+        Rows(q, k, v, a, b, out),
+        Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
+        State(state, state_scale),
+        ring,
+        Batch(cu_seqlens, slots, is_fold, max_verify_tokens),
+        backend=backend,
+    )
     return out
 
 
@@ -243,13 +239,7 @@ def fold(
     Source:
         README.md of this package.
     """
-    check_pools(state, ring, state_scale=state_scale)
-    check_marks({}, slots=slots, is_fold=is_fold)
-    check_devices(state=state, slots=slots, is_fold=is_fold)
-    _fold_op(
-        state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len,
-        ring.max_window, slots, is_fold, state_scale, backend,
-    )  # fmt: skip
+    _fold(State(state, state_scale), ring, slots, is_fold, backend=backend)
 
 
 def materialize(
@@ -288,98 +278,32 @@ def materialize(
     Source:
         README.md of this package.
     """
-    check_pools(state, ring, state_scale=state_scale)
-    check_marks({}, slots=slots, out_slots=out_slots, num_rows=num_rows)
-    check_devices(state=state, slots=slots, out_slots=out_slots, num_rows=num_rows)
-    _materialize_op(
-        state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len,
-        ring.max_window, slots, out_slots, num_rows, state_scale, backend,
-    )  # fmt: skip
+    _materialize(State(state, state_scale), ring, slots, out_slots, num_rows, backend=backend)
 
 
-def _ring(
-    k: Tensor, u: Tensor, cum: Tensor, ring_start: Tensor, history_len: Tensor, max_window: int
-) -> RingView:
-    return RingView(
-        k=k,
-        u=u,
-        cum_log_decay=cum,
-        ring_start=ring_start,
-        history_len=history_len,
-        max_window=max_window,
-    )
+def explain_verify(
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch
+) -> dict[str, str | None]:
+    """Say of each backend, in order of preference, why it cannot serve a verify call, or None."""
+    return _verify.explain(rows, gates, state, ring, batch)
 
 
-def _prefill(*args) -> None:
-    *call, max_seqlen, state_scale, backend = args
-    choose_backend("gated_delta_rule.prefill", backend, _PREFILL_BACKENDS)
-    reference_prefill.prefill(*call, max_seqlen, state_scale)
-
-
-def _verify(*args) -> None:
-    *call, max_verify_tokens, state_scale, backend = args
-    tensors, ring, rest = call[:8], _ring(*call[8:14]), call[14:]
-    q, k, v, a, b, _, _, state = tensors
-    chosen = choose_backend(
-        "gated_delta_rule.verify", backend, verify_backends(q),
-        q, k, v, a, b, state, ring, rest[3], max_verify_tokens,
-    )  # fmt: skip
-    if chosen == "cuda":
-        launch_cuda.verify(*tensors, ring, *rest, max_verify_tokens, state_scale)
-    elif chosen == "triton":
-        launch.verify(*tensors, ring, *rest, max_verify_tokens)
-    else:
-        reference.verify(*tensors, ring, *rest, max_verify_tokens, state_scale)
-
-
-def _fold(state: Tensor, *args) -> None:
-    *ring, slots, is_fold, state_scale, backend = args
-    view = _ring(*ring)
-    if (
-        choose_backend("gated_delta_rule.fold", backend, _advance_backends(state), state, view)
-        == "triton"
-    ):
-        launch.advance(state, view, slots, slots, is_fold, is_flag=True)
-    else:
-        reference.fold(state, view, slots, is_fold, state_scale)
-
-
-def _materialize(state: Tensor, *args) -> None:
-    *ring, slots, out_slots, num_rows, state_scale, backend = args
-    view = _ring(*ring)
-    chosen = choose_backend(
-        "gated_delta_rule.materialize", backend, _advance_backends(state), state, view
-    )
-    if chosen == "triton":
-        launch.advance(state, view, slots, out_slots, num_rows, is_flag=False)
-    else:
-        reference.materialize(
-            state, view, slots.tolist(), out_slots.tolist(), num_rows.tolist(), state_scale
-        )
-
-
-_prefill_op = register(
-    f"gated_delta_rule_prefill({_ROWS}, Tensor(a!) state, Tensor history_len, Tensor cu_seqlens, "
-    f"Tensor slots, Tensor(b!) out, {_OPTIONS}, int chunk_size, int max_seqlen, "
-    "Tensor(c!)? state_scale, str backend)",
-    _prefill,
+_prefill = register(
+    "gated_delta_rule.prefill",
+    {
+        "fla": Backend(fla.explain, fla.prefill),
+        "reference": Backend(always, cpu_prefill.prefill),
+    },
+    check_prefill,
 )
-_verify_op = register(
-    f"gated_delta_rule_verify({_ROWS}, Tensor(a!) state, Tensor(b!) ring_k, Tensor(c!) ring_u, "
-    f"Tensor(d!) ring_cum_log_decay, {_RING}, Tensor cu_seqlens, Tensor slots, Tensor? is_fold, "
-    f"Tensor(e!) out, {_OPTIONS}, int max_verify_tokens, "
-    "Tensor(f!)? state_scale, str backend)",
-    _verify,
+_verify = register("gated_delta_rule.verify", VERIFY_BACKENDS, check_verify)
+_fold = register(
+    "gated_delta_rule.fold",
+    kernel_or_reference(launch.explain_advance, launch.fold, cpu.fold),
+    check_fold,
 )
-_fold_op = register(
-    "gated_delta_rule_fold(Tensor(a!) state, Tensor ring_k, Tensor ring_u, "
-    f"Tensor ring_cum_log_decay, {_RING}, Tensor slots, Tensor is_fold, "
-    "Tensor(b!)? state_scale, str backend)",
-    _fold,
-)
-_materialize_op = register(
-    "gated_delta_rule_materialize(Tensor(a!) state, Tensor ring_k, Tensor ring_u, "
-    f"Tensor ring_cum_log_decay, {_RING}, Tensor slots, Tensor out_slots, Tensor num_rows, "
-    "Tensor(b!)? state_scale, str backend)",
-    _materialize,
+_materialize = register(
+    "gated_delta_rule.materialize",
+    kernel_or_reference(launch.explain_advance, launch.materialize, cpu.materialize),
+    check_materialize,
 )

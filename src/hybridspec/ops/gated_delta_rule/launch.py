@@ -17,6 +17,7 @@ from hybridspec.ops._triton_support import (
     explain_tensors,
     round_up_to_power_of_two,
 )
+from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.ring.view import RingView
 
@@ -24,12 +25,12 @@ __all__ = [
     "EXACT",
     "LaunchConfig",
     "Operands",
-    "RowCursors",
-    "advance",
     "choose_operands",
     "choose_verify_launch",
     "explain_advance",
     "explain_verify",
+    "fold",
+    "materialize",
     "verify",
     "verify_bytes",
 ]
@@ -80,28 +81,6 @@ class Operands:
 
 
 EXACT = Operands(act=torch.float32, state=torch.float32, ring=torch.float32, precision="ieee")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowCursors:
-    """Cursors keyed by batch row instead of slot, as other engines keep them.
-
-    Attributes:
-        history_len: live rows of each request, [B], int32.
-        ring_start: first live ring row of each request, [B], int32; None is 0.
-        fold_threshold: requests with at least so many live rows fold; None: nobody.
-        is_padding_zeroed: whether rows of a request without a slot are written.
-    """
-
-    history_len: Tensor
-    ring_start: Tensor | None = None
-    fold_threshold: int | None = None
-    is_padding_zeroed: bool = True
-
-    @classmethod
-    def of_slots(cls, ring: RingView) -> RowCursors:
-        """The cursors of a ring itself, keyed by slot."""
-        return cls(history_len=ring.history_len, ring_start=ring.ring_start)
 
 
 def choose_operands(rows: Tensor, state: Tensor, ring: RingView) -> Operands:
@@ -168,37 +147,29 @@ def _largest_divisor_power(size: int) -> int:
 
 
 def explain_verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    state: Tensor,
-    ring: RingView,
-    out: Tensor,
-    max_verify_tokens: int,
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch
 ) -> str | None:
     """Say why the Triton kernel cannot serve a verify call, or return None."""
     reason = explain_tensors(
         [
-            ("q", q),
-            ("a", a),
-            ("b", b),
-            ("state", state),
+            ("q", rows.q),
+            ("a", rows.a),
+            ("b", rows.b),
+            ("state", state.values),
             ("ring.k", ring.k),
             ("ring.u", ring.u),
-            ("out", out),
+            ("out", rows.out),
         ]
     )
-    if reason is None and max_verify_tokens > _MAX_TOKENS:
-        reason = f"max_verify_tokens is {max_verify_tokens}, the kernel takes up to {_MAX_TOKENS}"
-    return reason or _explain_pools(state, ring)
+    if reason is None and batch.max_rows > _MAX_TOKENS:
+        reason = f"max_verify_tokens is {batch.max_rows}, the kernel takes up to {_MAX_TOKENS}"
+    return reason or _explain_pools(state.values, ring)
 
 
-def explain_advance(state: Tensor, ring: RingView) -> str | None:
+def explain_advance(state: State, ring: RingView, *marks: object) -> str | None:
     """Say why the Triton kernel cannot serve a fold or materialize call, or return None."""
-    reason = explain_tensors([("state", state), ("ring.k", ring.k), ("ring.u", ring.u)])
-    return reason or _explain_pools(state, ring)
+    reason = explain_tensors([("state", state.values), ("ring.k", ring.k), ("ring.u", ring.u)])
+    return reason or _explain_pools(state.values, ring)
 
 
 def _explain_pools(state: Tensor, ring: RingView) -> str | None:
@@ -224,43 +195,28 @@ def _triton_dtype(dtype: torch.dtype):
 
 
 def verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
+    rows: Rows,
+    gates: Gates,
+    state: State,
     ring: RingView,
-    cu_seqlens: Tensor | None,
-    slots: Tensor | None,
-    is_fold: Tensor | None,
-    out: Tensor,
-    scale: float,
-    use_qk_l2norm: bool,
-    beta_scale: float,
-    max_verify_tokens: int,
+    batch: Batch,
     *,
-    by_row: RowCursors | None = None,
     operands: Operands | None = None,
     config: LaunchConfig | None = None,
 ) -> None:
-    """Launch the verify kernel; arguments as `api.verify`, options override the choice.
-
-    With `by_row`, cursors belong to batch rows, `cu_seqlens` None means equally many rows each, and
-    `slots` None the slots 0, 1, ...
-    """
+    """Launch the verify kernel; options override the choice."""
     from hybridspec.ops.gated_delta_rule.triton_verify import verify_kernel
 
-    _, value_heads, value_dim, key_dim = state.shape
-    cursors = by_row or RowCursors.of_slots(ring)
-    num_requests = slots.shape[0] if slots is not None else cursors.history_len.shape[0]
+    q, k, v, a, b, out = rows
+    checkpoints = state.values
+    _, value_heads, value_dim, key_dim = checkpoints.shape
+    num_requests = batch.num_requests(ring)
     if num_requests == 0:
         out.zero_()
         return
-    num_tokens = 8 if max_verify_tokens <= 8 else _MAX_TOKENS
-    operands = operands or choose_operands(q, state, ring)
+    is_by_row = batch.cu_seqlens is None
+    num_tokens = 8 if batch.max_rows <= 8 else _MAX_TOKENS
+    operands = operands or choose_operands(q, checkpoints, ring)
     config = config or choose_verify_launch(
         capability(q), compiler_version(), num_requests * value_heads, key_dim, value_dim,
         num_tokens, operands,
@@ -268,13 +224,13 @@ def verify(
     options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
     with torch.cuda.device_of(q):
         verify_kernel[(num_requests * value_heads * config.splits,)](
-            q, k, v, a, b, A_log, dt_bias, state, ring.k, ring.u, ring.cum_log_decay, out,
-            cursors.ring_start, cursors.history_len, cu_seqlens, slots, is_fold,
-            cursors.fold_threshold,
-            q.shape[0] // num_requests if cu_seqlens is None else None,
-            q.shape[0], num_requests, scale, beta_scale,
+            q, k, v, a, b, gates.A_log, gates.dt_bias, checkpoints, ring.k, ring.u,
+            ring.cum_log_decay, out, ring.ring_start, ring.history_len, batch.cu_seqlens,
+            batch.slots, batch.is_fold, batch.fold_threshold,
+            q.shape[0] // num_requests if is_by_row else None,
+            q.shape[0], num_requests, gates.output_scale(key_dim), gates.beta_scale,
             q.stride()[:2], k.stride()[:2], v.stride()[:2], (a.stride(0), b.stride(0)),
-            state.stride()[:3], ring.k.stride()[:3], ring.u.stride()[:3],
+            checkpoints.stride()[:3], ring.k.stride()[:3], ring.u.stride()[:3],
             ring.cum_log_decay.stride()[:2], out.stride()[:2],
             H=k.shape[1],
             HV=value_heads,
@@ -293,9 +249,9 @@ def verify(
             RING_OPERAND=_triton_dtype(operands.ring),
             PRECISION=operands.precision,
             PREFETCH=config.prefetch_lines,
-            USE_L2NORM=use_qk_l2norm,
-            BY_ROW=by_row is not None,
-            ZERO_PADDING=cursors.is_padding_zeroed,
+            USE_L2NORM=gates.use_qk_l2norm,
+            BY_ROW=is_by_row,
+            ZERO_PADDING=not batch.keeps_padding,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             enable_fp_fusion=True,
@@ -303,7 +259,19 @@ def verify(
         )  # fmt: skip
 
 
-def advance(
+def fold(state: State, ring: RingView, slots: Tensor, is_fold: Tensor) -> None:
+    """Launch the kernel that advances checkpoints over all live rows of marked requests."""
+    _advance(state.values, ring, slots, slots, is_fold, is_flag=True)
+
+
+def materialize(
+    state: State, ring: RingView, slots: Tensor, out_slots: Tensor, num_rows: Tensor
+) -> None:
+    """Launch the kernel that writes states after some live rows."""
+    _advance(state.values, ring, slots, out_slots, num_rows, is_flag=False)
+
+
+def _advance(
     state: Tensor,
     ring: RingView,
     slots: Tensor,
@@ -311,21 +279,19 @@ def advance(
     num_rows: Tensor,
     *,
     is_flag: bool,
-    operands: Operands | None = None,
 ) -> None:
-    """Launch the kernel behind fold (`num_rows` is a flag: all or none) and materialize."""
     from hybridspec.ops.gated_delta_rule.triton_fold import advance_kernel
 
     num_requests, (_, value_heads, value_dim, key_dim) = slots.shape[0], state.shape
     if num_requests == 0:
         return
-    operands = operands or choose_operands(ring.k, state, ring)
+    operands = choose_operands(ring.k, state, ring)
     with torch.cuda.device_of(state):
         advance_kernel[(num_requests * value_heads * (value_dim // 16),)](
             state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len,
             slots, out_slots, num_rows,
-            *state.stride()[:3], *ring.k.stride()[:3], *ring.u.stride()[:3],
-            *ring.cum_log_decay.stride()[:2],
+            state.stride()[:3], ring.k.stride()[:3], ring.u.stride()[:3],
+            ring.cum_log_decay.stride()[:2],
             H=ring.k.shape[1],
             HV=value_heads,
             K=key_dim,

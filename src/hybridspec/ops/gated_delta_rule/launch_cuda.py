@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +14,19 @@ from hybridspec.errors import UnsupportedError
 from hybridspec.ops._checks import dtype_name, row_alignment
 from hybridspec.ops._nvrtc import explain_compiler, load_kernel
 from hybridspec.ops._triton_support import capability
+from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
-from hybridspec.ops.gated_delta_rule.launch import RowCursors
 from hybridspec.ops.ring.view import RingView
 
-__all__ = ["CudaConfig", "Params", "choose_config", "explain_tensors", "explain_verify", "verify"]
+__all__ = [
+    "CudaConfig",
+    "Params",
+    "choose_config",
+    "explain_tensors",
+    "explain_verify",
+    "prepare",
+    "verify",
+]
 
 SOURCE = "gated_delta_rule/verify.cu"
 _TARGETS = ((9, 0),)  # where it was measured against the portable kernel
@@ -43,16 +53,24 @@ _INTEGERS = (
 )  # fmt: skip
 
 
-class Params(ctypes.Structure):
-    """The struct of the same name in verify_layout.cuh."""
+_PACKED = struct.Struct(f"{len(_POINTERS)}P")
+
+
+class Constants(ctypes.Structure):
+    """What `Params` holds besides addresses: the same for all calls of a kind."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int32) for name in _STRIDES),
         *((name, ctypes.c_int32) for name in _INTEGERS),
         ("scale", ctypes.c_float),
         ("beta_scale", ctypes.c_float),
     ]
+
+
+class Params(ctypes.Structure):
+    """The struct of the same name in verify_layout.cuh."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in _POINTERS), *Constants._fields_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,60 +114,46 @@ def choose_config(num_heads: int, value_dim: int, state_dtype: torch.dtype) -> C
 
 
 def explain_verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    state: Tensor,
-    ring: RingView,
-    out: Tensor,
-    max_verify_tokens: int,
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch
 ) -> str | None:
     """Say why the CUDA kernel cannot serve a verify call, or return None."""
-    if not q.is_cuda:
+    if not rows.q.is_cuda:
         return "the tensors are not on a CUDA device"
-    if capability(q) not in _TARGETS:
+    if capability(rows.q) not in _TARGETS:
         return "it was measured on sm_90 only"
-    return explain_compiler() or explain_tensors(q, k, v, a, b, state, ring, out, max_verify_tokens)
+    return explain_compiler() or explain_tensors(rows, gates, state, ring, batch)
 
 
 def explain_tensors(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    state: Tensor,
-    ring: RingView,
-    out: Tensor,
-    max_verify_tokens: int,
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch
 ) -> str | None:
     """Say which size, dtype or alignment of a call the kernel does not take, or return None."""
+    q, k, v, a, b, out = rows
+    checkpoints = state.values
     if q.dtype not in _ACTS:
         return f"q has dtype {dtype_name(q.dtype)}, it takes bfloat16 and float16"
     for name, tensor in (("ring.k", ring.k), ("ring.u", ring.u), ("out", out)):
         if tensor.dtype != q.dtype:
             return f"{name} has dtype {dtype_name(tensor.dtype)}, q has {dtype_name(q.dtype)}"
     wide = (torch.float32, torch.int8) if q.dtype == torch.bfloat16 else ()
-    if state.dtype not in (q.dtype, *wide):
-        return f"state has dtype {dtype_name(state.dtype)} and q {dtype_name(q.dtype)}"
+    if checkpoints.dtype not in (q.dtype, *wide):
+        return f"state has dtype {dtype_name(checkpoints.dtype)} and q {dtype_name(q.dtype)}"
     if a.dtype != b.dtype or a.dtype not in (q.dtype, torch.float32):
         return f"a and b have dtypes {dtype_name(a.dtype)} and {dtype_name(b.dtype)}"
     if ring.cum_log_decay.dtype != torch.float32 or ring.cum_log_decay.stride(2) != 1:
         return "ring.cum_log_decay is not fp32 with a last stride of 1"
-    value_dim, key_dim = state.shape[2:]
+    value_dim, key_dim = checkpoints.shape[2:]
     if key_dim != 128 or value_dim % 64 or value_dim > 256:
         return (
             f"heads have K = {key_dim} and V = {value_dim}, it takes K = 128, V = 64, 128, ..., 256"
         )
-    if max_verify_tokens > _MAX_TOKENS:
-        return f"max_verify_tokens is {max_verify_tokens}, it takes up to {_MAX_TOKENS}"
+    if batch.max_rows > _MAX_TOKENS:
+        return f"max_verify_tokens is {batch.max_rows}, it takes up to {_MAX_TOKENS}"
     if ring.max_window > _MAX_WINDOW:
         return f"ring.max_window is {ring.max_window}, it takes up to {_MAX_WINDOW}"
     for name, tensor in (
-        ("q", q), ("k", k), ("v", v), ("state", state), ("ring.k", ring.k), ("ring.u", ring.u),
-        ("out", out),
+        ("q", q), ("k", k), ("v", v), ("state", checkpoints), ("ring.k", ring.k),
+        ("ring.u", ring.u), ("out", out),
     ):  # fmt: skip
         if row_alignment(tensor) < 16:
             return f"{name} does not lie on 16-byte boundaries"
@@ -160,23 +164,22 @@ def explain_tensors(
 
 
 def _defines(
-    k: Tensor, a: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor, most_tokens: int,
-    config: CudaConfig, warp_bytes: int,
-) -> dict[str, object]:  # fmt: skip
+    rows: Rows, gates: Gates, state: Tensor, max_rows: int, config: CudaConfig, warp_bytes: int
+) -> dict[str, object]:
     """Macros of the kernel for the tensors of a call: what it does not take from `Params`."""
     return {
-        "ACT": _ACTS[k.dtype],
+        "ACT": _ACTS[rows.k.dtype],
         "STATE_BITS": 8 * state.itemsize,
-        "GATE": _TYPES[a.dtype],
-        "A_LOG": _TYPES[A_log.dtype],
-        "DT_BIAS": _TYPES[dt_bias.dtype],
-        "HEADS": k.shape[1],
+        "GATE": _TYPES[rows.a.dtype],
+        "A_LOG": _TYPES[_readable(gates.A_log).dtype],
+        "DT_BIAS": _TYPES[_readable(gates.dt_bias).dtype],
+        "HEADS": rows.k.shape[1],
         "VALUE_HEADS": state.shape[1],
         "KEY_DIM": state.shape[3],
         "VALUE_DIM": state.shape[2],
         "STATE_STRIDE": state.stride(2) * state.itemsize,
         "SCALE_GROUP": GROUP_SIZE,
-        "MOST_TOKENS": most_tokens,
+        "MOST_TOKENS": 4 if max_rows <= 4 else _MAX_TOKENS,
         "MOST_WINDOW": _MAX_WINDOW,
         "NEVER": _NEVER,
         "SPLITS": config.splits,
@@ -201,66 +204,59 @@ def _readable(parameter: Tensor) -> Tensor:
     return parameter if parameter.dtype in _TYPES else parameter.float()
 
 
-def verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    ring: RingView,
-    cu_seqlens: Tensor | None,
-    slots: Tensor | None,
-    is_fold: Tensor | None,
-    out: Tensor,
-    scale: float,
-    use_qk_l2norm: bool,
-    beta_scale: float,
-    max_verify_tokens: int,
-    state_scale: Tensor | None = None,
-    *,
-    by_row: RowCursors | None = None,
-) -> None:
-    """Launch the kernel; arguments as `launch.verify`, and the row scales of an 8-bit state."""
-    cursors = by_row or RowCursors.of_slots(ring)
-    num_requests = slots.shape[0] if slots is not None else cursors.history_len.shape[0]
+def verify(rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch) -> None:
+    """Launch the kernel."""
+    prepare(rows, gates, state, ring, batch)(rows, gates, state, ring, batch)
+
+
+def prepare(
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch
+) -> Callable[[Rows, Gates, State, RingView, Batch], None]:
+    """Build the kernel and all but the addresses; return what launches calls of this kind."""
+    num_requests, checkpoints = batch.num_requests(ring), state.values
     if num_requests == 0:
-        out.zero_()
-        return
-    if state_scale is not None:
-        _check_scale(state_scale)
-    A_log, dt_bias = _readable(A_log), _readable(dt_bias)
-    num_heads = num_requests * state.shape[1]
-    config = choose_config(num_heads, state.shape[2], state.dtype)
-    params = Params(
-        *map(
-            _address,
-            (
-                q, k, v, a, b, A_log, dt_bias, state, state_scale, ring.k, ring.u,
-                ring.cum_log_decay, out, cursors.ring_start, cursors.history_len, cu_seqlens,
-                slots, is_fold,
-            ),
-        ),
+        return lambda rows, *others: rows.out.zero_()
+    if state.scale is not None:
+        _check_scale(state.scale)
+    num_heads = num_requests * checkpoints.shape[1]
+    config = choose_config(num_heads, checkpoints.shape[2], checkpoints.dtype)
+    warp_bytes = _warp_bytes(checkpoints, config)
+    defines = _defines(rows, gates, checkpoints, batch.max_rows, config, warp_bytes)
+    num_blocks = -(-num_heads * config.splits // config.warps)
+    constants = bytes(_constants(rows, gates, state, ring, batch))
+    with torch.cuda.device_of(rows.q):
+        kernel = load_kernel(
+            SOURCE, "verify", tuple(defines.items()), 32 * config.warps, config.warps * warp_bytes,
+            rows.q.device.index,
+        )  # fmt: skip
+
+    def run(rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch) -> None:
+        pointed = (
+            *rows[:5], _readable(gates.A_log), _readable(gates.dt_bias), *state, *ring[:3],
+            rows.out, *ring[3:5], *batch[:3],
+        )  # fmt: skip
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointed]
+        params = Params.from_buffer_copy(_PACKED.pack(*addresses) + constants)
+        with torch.cuda.device_of(rows.q):
+            kernel.launch(num_blocks, params)
+
+    return run
+
+
+def _constants(rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch) -> Constants:
+    """Everything of `Params` that is no address."""
+    q, k, v, a, b, out = rows
+    num_requests, (checkpoints, scale) = batch.num_requests(ring), state
+    return Constants(
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], a.stride(0), b.stride(0),
-        *out.stride()[:2], *(stride * state.itemsize for stride in state.stride()[:2]),
-        *((0, 0) if state_scale is None else (2 * s for s in state_scale.stride()[:2])),
+        *out.stride()[:2], *(stride * checkpoints.itemsize for stride in checkpoints.stride()[:2]),
+        *((0, 0) if scale is None else (2 * stride for stride in scale.stride()[:2])),
         *ring.k.stride()[:3], *ring.u.stride()[:3], *ring.cum_log_decay.stride()[:2],
         num_requests, q.shape[0], q.shape[0] // num_requests, ring.k.shape[2],
-        _NEVER if cursors.fold_threshold is None else cursors.fold_threshold,
-        by_row is not None, cursors.is_padding_zeroed, use_qk_l2norm, scale, beta_scale,
+        _NEVER if batch.fold_threshold is None else batch.fold_threshold,
+        batch.cu_seqlens is None, not batch.keeps_padding, gates.use_qk_l2norm,
+        gates.output_scale(k.shape[2]), gates.beta_scale,
     )  # fmt: skip
-    most_tokens = 4 if max_verify_tokens <= 4 else _MAX_TOKENS
-    threads, num_warps = 32 * config.warps, num_heads * config.splits
-    warp_bytes = _warp_bytes(state, config)
-    defines = _defines(k, a, A_log, dt_bias, state, most_tokens, config, warp_bytes)
-    with torch.cuda.device_of(q):
-        kernel = load_kernel(
-            SOURCE, "verify", tuple(defines.items()), threads, config.warps * warp_bytes,
-            q.device.index,
-        )  # fmt: skip
-        kernel.launch(-(-num_warps // config.warps), params)
 
 
 def _check_scale(scale: Tensor) -> None:
@@ -271,7 +267,3 @@ def _check_scale(scale: Tensor) -> None:
             "state_scale: the CUDA kernel takes factors of a head side by side on 16-byte "
             f"boundaries, got strides {scale.stride()} for shape {tuple(scale.shape)}"
         )
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

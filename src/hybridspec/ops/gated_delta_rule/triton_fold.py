@@ -1,11 +1,48 @@
-"""Triton kernel that advances checkpoints over live ring rows: stand-alone fold and materialize."""
+"""Triton kernels that advance checkpoints over ring rows: fold, materialize, and by batch row."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["advance_kernel"]
+__all__ = ["advance_kernel", "advance_rows_kernel"]
+
+
+@triton.jit
+def advance_tile(
+    read_ptr, write_ptr, ring_k_ptr, ring_u_ptr, ring_decay_ptr, start, num_rows, v_first,
+    state_stride_v, ring_k_stride_r, ring_u_stride_r,
+    K: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """e^{G_n} S0 + sum_{j<=n} e^{G_n - G_j} u_j k_j^T for value rows of a head; for n = 0 a copy.
+
+    Pointers are those of the head.
+    """
+    window = tl.arange(0, WINDOW)
+    window_live = window < num_rows
+    window_rows = (start + window) & (RING - 1)
+    k_offs = tl.arange(0, BLOCK_K)
+    v_offs = v_first + tl.arange(0, BLOCK_V)
+    head_offs = v_offs[:, None] * state_stride_v
+
+    decay = tl.load(ring_decay_ptr + window_rows, mask=window_live, other=0.0)
+    last_row = (start + num_rows - 1) & (RING - 1)
+    decay_end = tl.load(ring_decay_ptr + last_row, mask=num_rows > 0, other=0.0)
+    u_ptrs = ring_u_ptr + window_rows[:, None] * ring_u_stride_r + v_offs[None, :]
+    u = tl.load(u_ptrs, mask=window_live[:, None], other=0.0).to(tl.float32)
+
+    weight = tl.where(window_live, tl.exp(decay_end - decay), 0.0)
+    u = tl.trans((u * weight[:, None]).to(OPERAND))
+    for i in tl.static_range(K // BLOCK_K):
+        offs = (i * BLOCK_K + k_offs)[None, :]
+        k_ptrs = ring_k_ptr + window_rows[:, None] * ring_k_stride_r + offs
+        k = tl.load(k_ptrs, mask=window_live[:, None], other=0.0).to(OPERAND)
+        old = tl.load(read_ptr + head_offs + offs)
+        new = tl.dot(u, k, old.to(tl.float32) * tl.exp(decay_end), input_precision=PRECISION)
+        # Adding nothing would make a zero of a negative one.
+        new = tl.where(num_rows > 0, new.to(old.dtype), old)
+        tl.store(write_ptr + head_offs + offs, new)
 
 
 @triton.jit
@@ -13,46 +50,20 @@ def advance_kernel(
     # in-out: state [S, HV, V, K]
     state_ptr,
     # inputs: ring k [S, H, R, K], u [S, HV, R, V], cum_log_decay [S, HV, R]; cursors [S]
-    ring_k_ptr,
-    ring_u_ptr,
-    ring_decay_ptr,
-    ring_start_ptr,
-    history_len_ptr,
+    ring_k_ptr, ring_u_ptr, ring_decay_ptr, ring_start_ptr, history_len_ptr,
     # metadata [B]: slots to read, slots to write, rows to take in (IS_FLAG: not 0 is all)
-    slots_ptr,
-    out_slots_ptr,
-    num_rows_ptr,
-    state_stride_s,
-    state_stride_h,
-    state_stride_v,
-    ring_k_stride_s,
-    ring_k_stride_h,
-    ring_k_stride_r,
-    ring_u_stride_s,
-    ring_u_stride_h,
-    ring_u_stride_r,
-    ring_decay_stride_s,
-    ring_decay_stride_h,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    RING: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    IS_FLAG: tl.constexpr,
-):
-    """state[out slot] <- e^{G_n} S0 + sum_{j<=n} e^{G_n - G_j} u_j k_j^T."""
+    slots_ptr, out_slots_ptr, num_rows_ptr,
+    state_strides, ring_k_strides, ring_u_strides, ring_decay_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, IS_FLAG: tl.constexpr,
+):  # fmt: skip
+    """Write the states of some slots, advanced over their live rows, into slots."""
     TILES: tl.constexpr = V // BLOCK_V
     tl.static_assert(K % BLOCK_K == 0 and V % BLOCK_V == 0)
     pid = tl.program_id(0)
-    tile = pid % TILES
-    hv = pid // TILES % HV
-    request = pid // (TILES * HV)
-    h = hv // (HV // H)
+    hv, request = pid // TILES % HV, pid // (TILES * HV)
+    h, hv_offs = (hv // (HV // H)).to(tl.int64), hv.to(tl.int64)
 
     slot = tl.load(slots_ptr + request).to(tl.int64)
     out_slot = tl.load(out_slots_ptr + request).to(tl.int64)
@@ -66,40 +77,59 @@ def advance_kernel(
         num_rows = tl.minimum(tl.maximum(asked, 0), num_rows)
     if num_rows == 0 and slot == out_slot:
         return
+    advance_tile(
+        state_ptr + slot * state_strides[0] + hv_offs * state_strides[1],
+        state_ptr + out_slot * state_strides[0] + hv_offs * state_strides[1],
+        ring_k_ptr + slot * ring_k_strides[0] + h * ring_k_strides[1],
+        ring_u_ptr + slot * ring_u_strides[0] + hv_offs * ring_u_strides[1],
+        ring_decay_ptr + slot * ring_decay_strides[0] + hv_offs * ring_decay_strides[1],
+        tl.load(ring_start_ptr + slot).to(tl.int32), num_rows, pid % TILES * BLOCK_V,
+        state_strides[2], ring_k_strides[2], ring_u_strides[2],
+        K, RING, WINDOW, BLOCK_K, BLOCK_V, OPERAND, PRECISION,
+    )  # fmt: skip
 
-    window = tl.arange(0, WINDOW)
-    window_live = window < num_rows
-    ring_start = tl.load(ring_start_ptr + slot).to(tl.int32)
-    window_rows = (ring_start + window) & (RING - 1)
-    k_offs = tl.arange(0, BLOCK_K)
-    v_offs = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    ring_k_ptr += slot * ring_k_stride_s + h.to(tl.int64) * ring_k_stride_h
-    ring_u_ptr += slot * ring_u_stride_s + hv.to(tl.int64) * ring_u_stride_h
-    ring_decay_ptr += slot * ring_decay_stride_s + hv.to(tl.int64) * ring_decay_stride_h
-    head_offs = hv.to(tl.int64) * state_stride_h + v_offs[:, None] * state_stride_v
 
-    decay = tl.load(ring_decay_ptr + window_rows, mask=window_live, other=0.0)
-    last_row = (ring_start + num_rows - 1) & (RING - 1)
-    decay_end = tl.load(ring_decay_ptr + last_row, mask=num_rows > 0, other=0.0)
-    u = tl.load(
-        ring_u_ptr + window_rows[:, None] * ring_u_stride_r + v_offs[None, :],
-        mask=window_live[:, None],
-        other=0.0,
-    ).to(tl.float32)
-
-    weight = tl.where(window_live, tl.exp(decay_end - decay), 0.0)
-    u = tl.trans((u * weight[:, None]).to(OPERAND))
-    for i in tl.static_range(K // BLOCK_K):
-        offs = (i * BLOCK_K + k_offs)[None, :]
-        k = tl.load(
-            ring_k_ptr + window_rows[:, None] * ring_k_stride_r + offs,
-            mask=window_live[:, None],
-            other=0.0,
-        ).to(OPERAND)
-        state_offs = head_offs + offs
-        state = tl.load(state_ptr + slot * state_stride_s + state_offs).to(tl.float32)
-        state = tl.dot(u, k, state * tl.exp(decay_end), input_precision=PRECISION)
-        tl.store(
-            state_ptr + out_slot * state_stride_s + state_offs,
-            state.to(state_ptr.dtype.element_ty),
-        )
+@triton.jit(do_not_specialize=["num_requests"])
+def advance_rows_kernel(
+    # in-out: state [S, HV, V, K]
+    state_ptr,
+    # inputs: ring k [S, H, R, K], u [S, HV, R, V], cum_log_decay [S, HV, R]
+    ring_k_ptr, ring_u_ptr, ring_decay_ptr,
+    # metadata [B]: slots to read and to write, first ring row, rows to take in
+    slots_ptr, out_slots_ptr, ring_start_ptr, num_rows_ptr,
+    # which requests are looked at, [B], and how many of these, [1]; None: all
+    active_ptr, num_active_ptr, num_requests,
+    state_strides, ring_k_strides, ring_u_strides, ring_decay_strides,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr,
+    MOST_ROWS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `advance_kernel`, with cursors of batch rows; as many programs as the device holds."""
+    TILES: tl.constexpr = V // BLOCK_V
+    tl.static_assert(K % BLOCK_K == 0 and V % BLOCK_V == 0)
+    num_active = num_requests
+    if num_active_ptr is not None:
+        num_active = tl.minimum(tl.load(num_active_ptr), num_requests)
+    pid, num_programs = tl.program_id(0), tl.num_programs(0)
+    for turn in range(tl.cdiv(num_active * (HV * TILES) - pid, num_programs)):
+        item = turn * num_programs + pid
+        hv, request = item // TILES % HV, item // (TILES * HV)
+        if active_ptr is not None:
+            request = tl.load(active_ptr + request)
+        is_request = (request >= 0) & (request < num_requests)
+        slot = tl.load(slots_ptr + request, mask=is_request, other=-1).to(tl.int64)
+        out_slot = tl.load(out_slots_ptr + request, mask=is_request, other=-1).to(tl.int64)
+        num_rows = tl.load(num_rows_ptr + request, mask=is_request, other=-1)
+        is_asked = (num_rows >= 0) & (num_rows <= MOST_ROWS) & ((num_rows > 0) | (slot != out_slot))
+        if (slot >= 0) & (out_slot >= 0) & is_asked:
+            h, hv_offs = (hv // (HV // H)).to(tl.int64), hv.to(tl.int64)
+            advance_tile(
+                state_ptr + slot * state_strides[0] + hv_offs * state_strides[1],
+                state_ptr + out_slot * state_strides[0] + hv_offs * state_strides[1],
+                ring_k_ptr + slot * ring_k_strides[0] + h * ring_k_strides[1],
+                ring_u_ptr + slot * ring_u_strides[0] + hv_offs * ring_u_strides[1],
+                ring_decay_ptr + slot * ring_decay_strides[0] + hv_offs * ring_decay_strides[1],
+                tl.load(ring_start_ptr + request), num_rows, item % TILES * BLOCK_V,
+                state_strides[2], ring_k_strides[2], ring_u_strides[2],
+                K, RING, WINDOW, BLOCK_K, BLOCK_V, OPERAND, PRECISION,
+            )  # fmt: skip

@@ -7,6 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from .._library import Written
+
 __all__ = ["look_up"]
 
 _SIZE = 4  # bytes of a token
@@ -20,9 +22,9 @@ def look_up(
     num_tokens: int,
     max_places: int,
     max_agreement: int,
-    drafts: Tensor,
-    num: Tensor,
-    agreement: Tensor,
+    drafts: Written[Tensor],
+    num: Written[Tensor],
+    agreement: Written[Tensor],
 ) -> None:
     """Fill drafts, num and agreement; see look_up.py."""
     count, page_size = drafts.shape[1], token_pages.shape[1]

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .._backends import choose_backend
 from .._checks import Dims, check, check_dtype, check_last_stride, check_option
-from .._library import register
-from .._triton_support import explain_tensors, triton_or_reference
+from .._library import kernel_or_reference, register
+from .._triton_support import explain_tensors
 from . import cpu
 
 __all__ = ["look_up"]
-
-
-def _explain(token_pages: Tensor) -> str | None:
-    return explain_tensors([("token_pages", token_pages)], (torch.int32,))
-
-
-_candidates = triton_or_reference(_explain)
 
 
 def look_up(
@@ -58,6 +52,28 @@ def look_up(
         ValueError, TypeError: if a shape, dtype or option is wrong.
         UnsupportedError: if the backend cannot serve the call.
     """
+    check_option("count", count, int, low=0)
+    size, device = slots.shape[0], slots.device
+    drafts = torch.empty((size, count), dtype=torch.int64, device=device)
+    num = torch.empty(size, dtype=torch.int32, device=device)
+    agreement = torch.empty_like(num)
+    _look_up(
+        token_pages, page_table, seq_len, slots, num_tokens, max_places, max_agreement, drafts, num,
+        agreement, backend=backend,
+    )  # fmt: skip
+    return drafts, num, agreement
+
+
+def _check(
+    token_pages: Tensor,
+    page_table: Tensor,
+    seq_len: Tensor,
+    slots: Tensor,
+    num_tokens: int,
+    max_places: int,
+    max_agreement: int,
+    *out: Tensor,
+) -> None:
     dims: Dims = {}
     check("token_pages", token_pages, "P page_size", dims)
     check("page_table", page_table, "S pages", dims)
@@ -67,35 +83,19 @@ def look_up(
     for name, tensor in {**given, "slots": slots}.items():
         check_dtype(name, tensor, torch.int32)
         check_last_stride(name, tensor)
-    check_option("count", count, int, low=0)
     check_option("num_tokens", num_tokens, int, low=1)
     check_option("max_places", max_places, int, low=1)
     check_option("max_agreement", max_agreement, int, low=num_tokens)
-    size, device = slots.shape[0], slots.device
-    drafts = torch.empty((size, count), dtype=torch.int64, device=device)
-    num = torch.empty(size, dtype=torch.int32, device=device)
-    agreement = torch.empty_like(num)
-    _look_up(
-        token_pages, page_table, seq_len, slots, num_tokens, max_places, max_agreement, drafts, num,
-        agreement, backend,
-    )  # fmt: skip
-    return drafts, num, agreement
 
 
-def _dispatch(token_pages, *rest) -> None:
-    *others, backend = rest
-    chosen = choose_backend("lookup.look_up", backend, _candidates(token_pages), token_pages)
-    run = cpu.look_up
-    if chosen == "triton":
-        from . import launch
-
-        run = launch.look_up
-    run(token_pages, *others)
+def _explain(token_pages: Tensor, *others: object) -> str | None:
+    return explain_tensors([("token_pages", token_pages)], (torch.int32,))
 
 
-_look_up = register(
-    "lookup_look_up(Tensor token_pages, Tensor page_table, Tensor seq_len, Tensor slots, "
-    "int num_tokens, int max_places, int max_agreement, Tensor(a!) drafts, Tensor(b!) num, "
-    "Tensor(c!) agreement, str backend)",
-    _dispatch,
-)
+def _launch(*arguments: Any) -> None:
+    from .launch import look_up as run
+
+    run(*arguments)
+
+
+_look_up = register("lookup.look_up", kernel_or_reference(_explain, _launch, cpu.look_up), _check)

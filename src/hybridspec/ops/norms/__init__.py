@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from hybridspec.ops.norms.api import gated_rms_norm, rms_norm
+from hybridspec.ops.norms.model_norm import RmsNorm
 from hybridspec.ops.norms.reference import gdn_gates, widened
-from hybridspec.ops.norms.rms_norm import RmsNorm
 
-__all__ = ["RmsNorm", "gdn_gates", "widened"]
+__all__ = ["RmsNorm", "gated_rms_norm", "gdn_gates", "rms_norm", "widened"]

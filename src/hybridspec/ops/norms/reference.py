@@ -6,7 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["gdn_gates", "widened"]
+from hybridspec.ops._autocast import without_autocast
+from hybridspec.ops._library import Written
+
+__all__ = ["gdn_gates", "rms_norm", "widened"]
 
 
 def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -18,6 +21,17 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def rms_norm(
+    x: Tensor, gate: Tensor | None, weight: Tensor, out: Written[Tensor], eps: float
+) -> None:
+    """See `api.rms_norm` and, with a gate, `api.gated_rms_norm`."""
+    y = F.rms_norm(widened(x, weight.dtype), weight.shape[-1:], None, eps) * weight
+    if gate is not None:
+        y = y * F.silu(widened(gate, weight.dtype))
+    out.copy_(y)
+
+
+@without_autocast
 def gdn_gates(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, beta_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:

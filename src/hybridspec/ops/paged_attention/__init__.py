@@ -1,10 +1,15 @@
 """Causal attention over key/value pages that are read in place through a page table."""
 
-from hybridspec.ops.paged_attention.api import (
-    prefill,
-    prefill_backends,
-    verify,
-    verify_backends,
-)
+from hybridspec.ops._requests import Batch
+from hybridspec.ops.paged_attention.api import explain_prefill, explain_verify, prefill, verify
+from hybridspec.ops.paged_attention.call import Pages, Rows
 
-__all__ = ["prefill", "prefill_backends", "verify", "verify_backends"]
+__all__ = [
+    "Batch",
+    "Pages",
+    "Rows",
+    "explain_prefill",
+    "explain_verify",
+    "prefill",
+    "verify",
+]

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hybridspec.errors import UnsupportedError
-from hybridspec.ops._backends import Supports, always, choose_backend
-from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride, check_option
-from hybridspec.ops._library import register
-from hybridspec.ops.paged_attention import fa3, launch, reference
-
-__all__ = ["prefill", "prefill_backends", "verify", "verify_backends"]
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_INTEGERS = (torch.int32, torch.int64)
-_PREFILL_BACKENDS: dict[str, Supports] = {"fa3": fa3.explain, "reference": always}
-_PREFILL_BACKENDS_ON_CPU: dict[str, Supports] = {"reference": always, "fa3": fa3.explain}
-_PREFILL = {"fa3": fa3.verify, "reference": reference.prefill}
-# In order of preference; measured in benchmarks/attention_verify.py.
-_VERIFY_BACKENDS: dict[str, Supports] = {
-    "triton": launch.explain_verify,
-    "fa3": fa3.explain,
-    "reference": always,
-}
-_VERIFY_BACKENDS_ON_CPU: dict[str, Supports] = {"reference": always, **_VERIFY_BACKENDS}
-_VERIFY = {"triton": launch.verify, "fa3": fa3.verify, "reference": reference.verify}
-_ARGUMENTS = (
-    "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor page_table, "
-    "Tensor seq_len, Tensor cu_seqlens, Tensor slots, int max_rows, float scale, Tensor(c!) out, "
-    "str backend)"
+from hybridspec.ops._backends import always
+from hybridspec.ops._checks import (
+    FLOATS,
+    INTEGERS,
+    Dims,
+    check,
+    check_dtype,
+    check_last_stride,
+    check_option,
 )
+from hybridspec.ops._library import Backend, register
+from hybridspec.ops._requests import Batch
+from hybridspec.ops.paged_attention import cpu, fa3, launch, launch_prefill
+from hybridspec.ops.paged_attention.call import Pages, Rows
+
+__all__ = ["explain_prefill", "explain_verify", "prefill", "verify"]
 
 
 def verify(
@@ -96,15 +86,11 @@ def verify(
         Attention (Vaswani et al. 2017), grouped heads (Ainslie et al. 2023, arXiv:2305.13245),
         pages (Kwon et al. 2023, arXiv:2309.06180).
     """
-    out = _prepare(q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots, out)
-    check_option("max_verify_tokens", max_verify_tokens, int, low=0)
-    if scale is None:
-        scale = q.shape[2] ** -0.5
-    check_option("scale", scale, float)
-    _verify_op(
-        q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots, max_verify_tokens,
-        scale, out, backend,
-    )  # fmt: skip
+    if out is None and isinstance(q, Tensor):
+        out = q.new_empty(q.shape)
+    pages = Pages(k_pages, v_pages, page_table, seq_len)
+    batch = Batch(cu_seqlens, slots, max_verify_tokens)
+    _verify(Rows(q, k, v, out, scale), pages, batch, backend=backend)
     return out
 
 
@@ -142,7 +128,7 @@ def prefill(
         max_seqlen: most rows of one request.
         scale: factor of the scores; None is D ** -0.5.
         out: where to write, [N, Hq, D], dtype of q; out.
-        backend: "auto", "fa3" or "reference". "fa3" multiplies stored values behind a
+        backend: "auto", "fa3", "triton" or "reference". "fa3" multiplies stored values behind a
             request's last position with zero, so they have to be finite.
 
     Returns:
@@ -162,97 +148,34 @@ def prefill(
     Source:
         As `verify`.
     """
-    out = _prepare(q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots, out)
-    check_option("max_seqlen", max_seqlen, int, low=0)
-    if scale is None:
-        scale = q.shape[2] ** -0.5
-    check_option("scale", scale, float)
-    _prefill_op(
-        q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots, max_seqlen,
-        scale, out, backend,
-    )  # fmt: skip
+    if out is None and isinstance(q, Tensor):
+        out = q.new_empty(q.shape)
+    pages = Pages(k_pages, v_pages, page_table, seq_len)
+    batch = Batch(cu_seqlens, slots, max_seqlen)
+    _prefill(Rows(q, k, v, out, scale), pages, batch, backend=backend)
     return out
 
 
-def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    out: Tensor | None,
-) -> Tensor:
-    """Check the call and return the output tensor; the explanation is looked for on failure."""
-    try:
-        is_right = (
-            q.ndim == k.ndim == 3
-            and k.shape == v.shape
-            and k_pages.shape == v_pages.shape
-            and k.shape[1:] == k_pages.shape[2:]
-            and q.shape[::2] == k.shape[::2]
-            and q.shape[1] % k.shape[1] == 0
-            and 16 <= q.shape[2] <= 256
-            and q.shape[2] % 16 == 0
-            and page_table.ndim == 2
-            and seq_len.shape == page_table.shape[:1]
-            and slots.ndim == 1
-            and cu_seqlens.shape == (slots.shape[0] + 1,)
-            and q.stride(2)
-            == k.stride(2)
-            == v.stride(2)
-            == k_pages.stride(3)
-            == v_pages.stride(3)
-            == 1
-            and q.dtype in _FLOATS
-            and k.dtype in _FLOATS
-            and v.dtype in _FLOATS
-            and k_pages.dtype in _FLOATS
-            and v_pages.dtype in _FLOATS
-            and page_table.dtype in _INTEGERS
-            and seq_len.dtype in _INTEGERS
-            and cu_seqlens.dtype in _INTEGERS
-            and slots.dtype in _INTEGERS
-            and seq_len.is_contiguous()
-            and cu_seqlens.is_contiguous()
-            and slots.is_contiguous()
-        )
-    except (AttributeError, IndexError, TypeError):  # no tensor, or of too few dimensions
-        is_right = False
-    if not is_right:
-        _explain(q, k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots)
-    if out is None:
-        return torch.empty_like(q, memory_format=torch.contiguous_format)
-    check("out", out, "N Hq D", {"N": q.shape[0], "Hq": q.shape[1], "D": q.shape[2]})
-    check_dtype("out", out, q.dtype)
-    return out
+def explain_verify(rows: Rows, pages: Pages, batch: Batch) -> dict[str, str | None]:
+    """Say of each backend, in order of preference, why it cannot serve a verify call, or None."""
+    return _verify.explain(rows, pages, batch)
 
 
-def _explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-) -> None:
-    """Raise the error that names the first wrong argument."""
+def explain_prefill(rows: Rows, pages: Pages, batch: Batch) -> dict[str, str | None]:
+    """Say of each backend, in order of preference, why it cannot serve a prefill call, or None."""
+    return _prefill.explain(rows, pages, batch)
+
+
+def _check(rows: Rows, pages: Pages, batch: Batch) -> None:
     dims: Dims = {}
-    check("q", q, "N Hq D", dims)
-    check("k", k, "N Hkv D", dims)
-    check("v", v, "N Hkv D", dims)
-    check("k_pages", k_pages, "P page_size Hkv D", dims)
-    check("v_pages", v_pages, "P page_size Hkv D", dims)
-    check("page_table", page_table, "S max_pages", dims)
-    check("seq_len", seq_len, "S", dims)
-    check("slots", slots, "B", dims)
-    check("cu_seqlens", cu_seqlens, str(dims["B"] + 1), dims)
+    floats = {"q": rows.q, "k": rows.k, "v": rows.v, "k_pages": pages.k, "v_pages": pages.v}
+    specs = ("N Hq D", "N Hkv D", "N Hkv D", "P page_size Hkv D", "P page_size Hkv D")
+    for (name, tensor), spec in zip(floats.items(), specs, strict=True):
+        check(name, tensor, spec, dims)
+    check("page_table", pages.table, "S max_pages", dims)
+    check("seq_len", pages.seq_len, "S", dims)
+    check("slots", batch.slots, "B", dims)
+    check("cu_seqlens", batch.cu_seqlens, str(dims["B"] + 1), dims)
     if dims["Hkv"] == 0 or dims["Hq"] % dims["Hkv"]:
         raise ValueError(
             f"q: expected a number of heads that is a multiple of the {dims['Hkv']} heads of k, "
@@ -262,45 +185,46 @@ def _explain(
         raise UnsupportedError(
             f"q: expected a head size that is a multiple of 16 up to 256, got {dims['D']}"
         )
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("k_pages", k_pages), ("v_pages", v_pages)):
+    for name, tensor in floats.items():
         check_last_stride(name, tensor)
-        check_dtype(name, tensor, *_FLOATS)
-    for name, tensor in (
-        ("page_table", page_table),
-        ("seq_len", seq_len),
-        ("cu_seqlens", cu_seqlens),
-        ("slots", slots),
-    ):
-        check_dtype(name, tensor, *_INTEGERS)
-        if tensor is not page_table:
-            check_last_stride(name, tensor)
+        check_dtype(name, tensor, *FLOATS)
+    check_dtype("page_table", pages.table, *INTEGERS)
+    indices = {"cu_seqlens": batch.cu_seqlens, "slots": batch.slots}
+    for name, tensor in ({"seq_len": pages.seq_len} | indices).items():
+        check_dtype(name, tensor, *INTEGERS)
+        check_last_stride(name, tensor)
+    check("out", rows.out, "N Hq D", dims)
+    check_dtype("out", rows.out, rows.q.dtype)
+    if rows.scale is not None:
+        check_option("scale", rows.scale, float)
 
 
-def verify_backends(q: Tensor) -> dict[str, Supports]:
-    """What may serve a verify call on the device of `q`, in order of preference."""
-    return _VERIFY_BACKENDS if q.is_cuda else _VERIFY_BACKENDS_ON_CPU
+def _check_verify(rows: Rows, pages: Pages, batch: Batch) -> None:
+    _check(rows, pages, batch)
+    check_option("max_verify_tokens", batch.max_rows, int, low=0)
 
 
-def prefill_backends(q: Tensor) -> dict[str, Supports]:
-    """What may serve a prefill call on the device of `q`, in order of preference."""
-    return _PREFILL_BACKENDS if q.is_cuda else _PREFILL_BACKENDS_ON_CPU
+def _check_prefill(rows: Rows, pages: Pages, batch: Batch) -> None:
+    _check(rows, pages, batch)
+    check_option("max_seqlen", batch.max_rows, int, low=0)
 
 
-def _verify(q: Tensor, *args) -> None:
-    *tensors, max_verify_tokens, scale, out, backend = args
-    name = choose_backend(
-        "paged_attention.verify", backend, verify_backends(q), q, *tensors, out, max_verify_tokens
-    )
-    _VERIFY[name](q, *tensors, max_verify_tokens, scale, out)
-
-
-def _prefill(q: Tensor, *args) -> None:
-    *tensors, max_seqlen, scale, out, backend = args
-    name = choose_backend(
-        "paged_attention.prefill", backend, prefill_backends(q), q, *tensors, out, max_seqlen
-    )
-    _PREFILL[name](q, *tensors, max_seqlen, scale, out)
-
-
-_verify_op = register(f"paged_attention_verify{_ARGUMENTS}", _verify)
-_prefill_op = register(f"paged_attention_prefill{_ARGUMENTS}", _prefill)
+# In order of preference; measured in benchmarks/attention_verify.py.
+_verify = register(
+    "paged_attention.verify",
+    {
+        "triton": Backend(launch.explain_verify, launch.verify),
+        "fa3": Backend(fa3.explain, fa3.verify),
+        "reference": Backend(always, cpu.verify),
+    },
+    _check_verify,
+)
+_prefill = register(
+    "paged_attention.prefill",
+    {
+        "fa3": Backend(fa3.explain, fa3.verify),
+        "triton": Backend(launch_prefill.explain, launch_prefill.prefill),
+        "reference": Backend(always, cpu.prefill),
+    },
+    _check_prefill,
+)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._checks import dtype_name, row_alignment
+from hybridspec.ops._requests import Batch
 from hybridspec.ops._triton_support import CPU_CAPABILITY, capability
 from hybridspec.ops.paged_attention.append import append_rows
-from hybridspec.ops.verify_plan import copy_page_table
+from hybridspec.ops.paged_attention.call import Pages, Rows
 
 __all__ = ["Build", "explain", "installed_build", "verify"]
 
@@ -81,32 +82,20 @@ def _disabled(config_name: str) -> frozenset[str]:
     return frozenset(name.removeprefix(prefix) for name, is_off in flags.items() if is_off)
 
 
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    out: Tensor,
-    max_verify_tokens: int,
-) -> str | None:
+def explain(rows: Rows, pages: Pages, batch: Batch) -> str | None:
     """Say why FlashAttention-3 cannot serve a call, or return None."""
-    device = capability(q)
+    q, device = rows.q, capability(rows.q)
     if device == CPU_CAPABILITY:
         return "the tensors are not on a CUDA device"
     if device != _HOPPER:
         return f"hardware sm_{device[0]}{device[1]}: FlashAttention-3 is for sm_90"
-    for name, tensor in (("k_pages", k_pages), ("v_pages", v_pages), ("slots", slots)):
+    for name, tensor in (("k_pages", pages.k), ("v_pages", pages.v), ("slots", batch.slots)):
         if tensor.device != q.device:
             return f"{name} is on {tensor.device}, q is on {q.device}"
-    reason = _explain_dtypes(q, k_pages, v_pages) or _explain_strides(q, k_pages, v_pages)
+    reason = _explain_dtypes(q, pages.k, pages.v) or _explain_strides(q, pages.k, pages.v)
     if reason is not None:
         return reason
-    build = installed_build(page_table.shape[1] != 1)
+    build = installed_build(pages.table.shape[1] != 1)
     return build if isinstance(build, str) else _explain_build(build, q)
 
 
@@ -138,49 +127,35 @@ def _explain_build(build: Build, q: Tensor) -> str | None:
     return None
 
 
-def verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    max_verify_tokens: int,
-    scale: float,
-    out: Tensor,
-) -> None:
-    """Append the rows, then attend; arguments as `api.verify`.
+def verify(rows: Rows, pages: Pages, batch: Batch) -> None:
+    """Append the rows, then attend.
 
     A request that is padding, or has no rows, has no keys either and reads none. With one page per
     slot the pages are the caches and the first page number says which; otherwise the rows of the
     page table are copied in the order of the batch, as the library wants them. That branch was not
     run here: fa3-fwd refuses page tables.
     """
-    has_pages = page_table.shape[1] != 1
+    (q, _, _, out, _), (cu_seqlens, slots, max_rows) = rows, batch
+    has_pages = pages.table.shape[1] != 1
     build = installed_build(has_pages)
     assert isinstance(build, Build)
-    rows = append_rows(k, v, k_pages, v_pages, page_table, seq_len, cu_seqlens, slots)
+    appended = append_rows(rows, pages, batch)
     if q.shape[0] == 0 or slots.shape[0] == 0:
         out.zero_()
         return
-    layout: dict[str, Tensor] = {"cache_batch_idx": rows.first_page}
+    layout = {"cache_batch_idx": appended.first_page}
     if has_pages:
-        table = page_table.new_empty(slots.shape[0], page_table.shape[1], dtype=torch.int32)
-        copy_page_table(table, page_table, slots.clamp(min=0))
-        layout = {"page_table": table}
+        layout = {"page_table": pages.table.index_select(0, slots.clamp(min=0)).to(torch.int32)}
     y = build.library.flash_attn_with_kvcache(
         q,
-        k_pages,
-        v_pages,
-        cache_seqlens=rows.kv_len,
+        pages.k,
+        pages.v,
+        cache_seqlens=appended.kv_len,
         cu_seqlens_q=cu_seqlens.to(torch.int32),
-        max_seqlen_q=max_verify_tokens,
-        softmax_scale=scale,
+        max_seqlen_q=max_rows,
+        softmax_scale=rows.score_scale(),
         causal=True,
         **layout,
     )
     # By selection: the library leaves rows that belong to no request as they were.
-    out.copy_(y.masked_fill_(rows.is_dead[:, None, None], 0.0))
+    out.copy_(y.masked_fill_(appended.is_dead[:, None, None], 0.0))

@@ -7,15 +7,16 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from hybridspec.ops._checks import dtype_name, row_alignment
+from hybridspec.ops._requests import Batch
 from hybridspec.ops._triton_support import (
     INTEGERS,
     capability,
     explain_tensors,
     round_up_to_power_of_two,
 )
+from hybridspec.ops.paged_attention.call import Pages, Rows
 
 __all__ = ["LaunchConfig", "choose_launch", "explain_verify", "verify", "verify_bytes"]
 
@@ -154,24 +155,13 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def explain_verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    out: Tensor,
-    max_verify_tokens: int,
-) -> str | None:
+def explain_verify(rows: Rows, pages: Pages, batch: Batch) -> str | None:
     """Say why the Triton kernels cannot serve a verify call, or return None."""
-    floats = [("q", q), ("k", k), ("v", v), ("k_pages", k_pages), ("v_pages", v_pages)]
+    q, k, v, out, _ = rows
+    floats = [("q", q), ("k", k), ("v", v), ("k_pages", pages.k), ("v_pages", pages.v)]
     integers = [
-        ("page_table", page_table), ("seq_len", seq_len), ("cu_seqlens", cu_seqlens),
-        ("slots", slots),
+        ("page_table", pages.table), ("seq_len", pages.seq_len), ("cu_seqlens", batch.cu_seqlens),
+        ("slots", batch.slots),
     ]  # fmt: skip
     reason = explain_tensors([*floats, ("out", out)]) or explain_tensors(integers, INTEGERS)
     if reason is not None:
@@ -180,35 +170,25 @@ def explain_verify(
         if tensor.dtype != q.dtype:
             kinds = dtype_name(tensor.dtype), dtype_name(q.dtype)
             return f"{name} has dtype {kinds[0]}, q has {kinds[1]}; the kernel takes one dtype"
-    if k_pages.stride() != v_pages.stride():
-        return f"v_pages has strides {v_pages.stride()}, k_pages has {k_pages.stride()}"
+    if pages.k.stride() != pages.v.stride():
+        return f"v_pages has strides {pages.v.stride()}, k_pages has {pages.k.stride()}"
     if out.stride(2) != 1:
         return f"out has strides {out.stride()}, the kernel needs a last stride of 1"
-    if max_verify_tokens > _MAX_TOKENS:
-        return f"max_verify_tokens is {max_verify_tokens}, the kernel takes up to {_MAX_TOKENS}"
-    if slots.shape[0] > _MAX_REQUESTS:
-        return f"slots: {slots.shape[0]} requests, the kernel takes up to {_MAX_REQUESTS}"
+    if batch.max_rows > _MAX_TOKENS:
+        return f"max_verify_tokens is {batch.max_rows}, the kernel takes up to {_MAX_TOKENS}"
+    if batch.slots.shape[0] > _MAX_REQUESTS:
+        return f"slots: {batch.slots.shape[0]} requests, the kernel takes up to {_MAX_REQUESTS}"
     return None
 
 
-def verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    max_verify_tokens: int,
-    scale: float,
-    out: Tensor,
-    config: LaunchConfig | None = None,
-) -> None:
-    """Launch the verify kernels; arguments as `api.verify`."""
+def verify(rows: Rows, pages: Pages, batch: Batch, *, config: LaunchConfig | None = None) -> None:
+    """Launch the verify kernels; `config` overrides the choice."""
     from hybridspec.ops.paged_attention.triton_verify import finish_kernel, split_kernel
 
+    q, k, v, out, _ = rows
+    k_pages, v_pages, page_table, seq_len = pages
+    cu_seqlens, slots, max_rows = batch
+    scale = rows.score_scale()
     (num_rows, num_query_heads, head_dim), num_requests = q.shape, slots.shape[0]
     num_heads = k.shape[1]
     if num_rows == 0 or num_requests == 0:
@@ -217,7 +197,7 @@ def verify(
     group = num_query_heads // num_heads
     if config is None:
         config = choose_launch(
-            capability(q), _num_processors(q.device), max_verify_tokens * group, head_dim,
+            capability(q), _num_processors(q.device), max_rows * group, head_dim,
             q.element_size(),
         )  # fmt: skip
     programs, block_m = config.num_programs, config.block_m
@@ -225,7 +205,7 @@ def verify(
     sums = q.new_empty(2, programs, 2, block_m, dtype=torch.float32)
     cuts = q.new_empty(2, programs, 8, dtype=torch.int32)
     sizes = kernel_sizes(
-        config, num_requests, max_verify_tokens, num_heads, group, head_dim, k_pages.shape[1]
+        config, num_requests, max_rows, num_heads, group, head_dim, k_pages.shape[1]
     )
     if scale < 0:  # the kernel takes the largest score times the scale for the largest product
         q, scale = -q, -scale

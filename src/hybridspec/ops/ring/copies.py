@@ -6,16 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hybridspec.ops._backends import choose_backend
-from hybridspec.ops._library import register
-from hybridspec.ops._requests import check_slots
-from hybridspec.ops._triton_support import triton_or_reference
-from hybridspec.ops.ring import launch
+from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops.ring import cpu, launch
 from hybridspec.ops.ring.contracts import check_marks
 
 __all__ = ["copy_slots", "reset_slots"]
-
-_backends = triton_or_reference(launch.explain_slots)
 
 
 def copy_slots(pools: Sequence[Tensor], src_slots: Tensor, dst_slots: Tensor) -> None:
@@ -38,8 +33,7 @@ def copy_slots(pools: Sequence[Tensor], src_slots: Tensor, dst_slots: Tensor) ->
     Source:
         README.md of this package.
     """
-    check_marks({}, src_slots=src_slots, dst_slots=dst_slots)
-    _copy_slots_op(_checked_pools(pools), src_slots, dst_slots)
+    _copy_slots(src_slots, dst_slots, _checked_pools(pools))
 
 
 def reset_slots(pools: Sequence[Tensor], slots: Tensor) -> None:
@@ -61,8 +55,7 @@ def reset_slots(pools: Sequence[Tensor], slots: Tensor) -> None:
     Source:
         README.md of this package.
     """
-    check_marks({}, slots=slots)
-    _reset_slots_op(_checked_pools(pools), slots)
+    _reset_slots(slots, _checked_pools(pools))
 
 
 def _checked_pools(pools: Sequence[Tensor]) -> list[Tensor]:
@@ -79,34 +72,23 @@ def _checked_pools(pools: Sequence[Tensor]) -> list[Tensor]:
     return list(pools)
 
 
-def _copy_slots(pools: list[Tensor], src_slots: Tensor, dst_slots: Tensor) -> None:
-    name = "ring.copy_slots"
-    if choose_backend(name, "auto", _backends(src_slots), src_slots, pools) == "triton":
-        launch.copy_slots(pools, src_slots, dst_slots)
-        return
-    for argument, slots in (("src_slots", src_slots), ("dst_slots", dst_slots)):
-        if pools:
-            check_slots(argument, slots.tolist(), pools[0].shape[0])
-    is_live = (src_slots >= 0) & (dst_slots >= 0)
-    source, target = src_slots[is_live].long(), dst_slots[is_live].long()
-    for pool in pools:
-        pool.index_copy_(0, target, pool.index_select(0, source))
+def _check_copy_slots(src_slots: Tensor, dst_slots: Tensor, pools: list[Tensor]) -> None:
+    check_marks({}, src_slots=src_slots, dst_slots=dst_slots)
 
 
-def _reset_slots(pools: list[Tensor], slots: Tensor) -> None:
-    name = "ring.reset_slots"
-    if choose_backend(name, "auto", _backends(slots), slots, pools) == "triton":
-        launch.reset_slots(pools, slots)
-        return
-    if pools:
-        check_slots("slots", slots.tolist(), pools[0].shape[0])
-    index = slots[slots >= 0].long()
-    for pool in pools:
-        pool.index_fill_(0, index, 0)
-
-
-_copy_slots_op = register(
-    "ring_copy_slots(Tensor(a!)[] pools, Tensor src_slots, Tensor dst_slots)",
-    _copy_slots,
+_copy_slots = register(
+    "ring.copy_slots",
+    kernel_or_reference(launch.explain_slots, launch.copy_slots, cpu.copy_slots),
+    _check_copy_slots,
 )
-_reset_slots_op = register("ring_reset_slots(Tensor(a!)[] pools, Tensor slots)", _reset_slots)
+
+
+def _check_reset_slots(slots: Tensor, pools: list[Tensor]) -> None:
+    check_marks({}, slots=slots)
+
+
+_reset_slots = register(
+    "ring.reset_slots",
+    kernel_or_reference(launch.explain_slots, launch.reset_slots, cpu.reset_slots),
+    _check_reset_slots,
+)

@@ -5,23 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._backends import choose_backend
 from hybridspec.ops._checks import check_option
-from hybridspec.ops._library import register
-from hybridspec.ops._requests import check_slots
-from hybridspec.ops._triton_support import triton_or_reference
-from hybridspec.ops.ring import launch
+from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops.ring import cpu, launch
 from hybridspec.ops.ring.contracts import (
     check_capacity,
     check_cursors,
     check_marks,
     check_threshold,
 )
-from hybridspec.ops.ring.fold_rule import first_fold_length
+from hybridspec.ops.ring.view import Marks, Windows
 
 __all__ = ["advance", "commit", "decide_folds", "restart_windows"]
-
-_backends = triton_or_reference(launch.explain_cursors)
 
 
 def decide_folds(
@@ -60,13 +55,7 @@ def decide_folds(
     Source:
         README.md of this package.
     """
-    cursors = {"history_len": history_len}
-    if ring_start is not None:
-        cursors["ring_start"] = ring_start
-    check_cursors({}, **cursors)
-    check_marks({}, slots=slots, num_verify_tokens=num_verify_tokens, is_fold=is_fold)
-    check_option("max_window", max_window, int, low=1)
-    _decide_folds_op(history_len, ring_start, slots, num_verify_tokens, is_fold, max_window)
+    _decide_folds(Windows(ring_start, history_len), slots, num_verify_tokens, is_fold, max_window)
 
 
 def commit(
@@ -109,19 +98,14 @@ def commit(
     Source:
         README.md of this package.
     """
-    check_cursors({}, seq_len=seq_len, ring_start=ring_start, history_len=history_len)
-    check_marks(
-        {},
-        slots=slots,
-        is_fold=is_fold,
-        num_verify_tokens=num_verify_tokens,
-        num_committed=num_committed,
+    _commit(
+        seq_len,
+        Windows(ring_start, history_len),
+        Marks(slots, is_fold, num_verify_tokens),
+        num_committed,
+        ring_capacity,
+        backend=backend,
     )
-    check_capacity(ring_capacity)
-    _commit_op(
-        seq_len, ring_start, history_len, slots, is_fold, num_verify_tokens, num_committed,
-        ring_capacity, backend,
-    )  # fmt: skip
 
 
 def restart_windows(
@@ -154,11 +138,7 @@ def restart_windows(
     Source:
         README.md of this package.
     """
-    marks = {"ring_start": ring_start, "history_len": history_len}
-    check_marks({}, **marks, **({} if slots is None else {"slots": slots}))
-    check_threshold(fold_threshold)
-    check_capacity(ring_capacity)
-    _restart_windows_op(ring_start, history_len, slots, fold_threshold, ring_capacity)
+    _restart_windows(Windows(ring_start, history_len), slots, fold_threshold, ring_capacity)
 
 
 def advance(seq_len: Tensor, slots: Tensor, num_rows: Tensor) -> None:
@@ -187,101 +167,52 @@ def advance(seq_len: Tensor, slots: Tensor, num_rows: Tensor) -> None:
     seq_len.index_add_(0, slots.clamp(min=0).long(), stored)
 
 
-def _choose(name: str, backend: str, *arguments: Tensor) -> str:
-    return choose_backend(f"ring.{name}", backend, _backends(arguments[0]), *arguments)
-
-
-def _decide_folds(
-    history_len: Tensor,
-    ring_start: Tensor | None,
+def _check_decide_folds(
+    windows: Windows,
     slots: Tensor,
     num_verify_tokens: Tensor,
     is_fold: Tensor,
     max_window: int,
 ) -> None:
-    cursors = (history_len,) if ring_start is None else (history_len, ring_start)
-    if _choose("decide_folds", "auto", *cursors, slots, num_verify_tokens, is_fold) == "triton":
-        launch.decide_folds(history_len, ring_start, slots, num_verify_tokens, is_fold, max_window)
-        return
-    history, numbers = history_len.tolist(), slots.tolist()
-    starts = [-1] * len(history) if ring_start is None else ring_start.tolist()
-    check_slots("slots", numbers, len(history))
-    marks = [
-        slot >= 0
-        and n > 0
-        and (
-            history[slot] + n > max_window
-            or (starts[slot] == 0 and history[slot] >= first_fold_length(slot, max_window))
-        )
-        for slot, n in zip(numbers, num_verify_tokens.tolist(), strict=True)
-    ]
-    is_fold.copy_(torch.tensor(marks, dtype=torch.int8))
+    check_cursors({}, history_len=windows.history_len)
+    if windows.ring_start is not None:
+        check_cursors({}, history_len=windows.history_len, ring_start=windows.ring_start)
+    check_marks({}, slots=slots, num_verify_tokens=num_verify_tokens, is_fold=is_fold)
+    check_option("max_window", max_window, int, low=1)
 
 
-def _commit(
-    seq_len: Tensor,
-    ring_start: Tensor,
-    history_len: Tensor,
-    slots: Tensor,
-    is_fold: Tensor,
-    num_verify_tokens: Tensor,
-    num_committed: Tensor,
-    ring_capacity: int,
-    backend: str,
-) -> None:
-    arguments = (
-        seq_len, ring_start, history_len, slots, is_fold, num_verify_tokens, num_committed
-    )  # fmt: skip
-    if _choose("commit", backend, *arguments) == "triton":
-        launch.commit(*arguments, ring_capacity)
-        return
-    positions, starts, lengths = seq_len.tolist(), ring_start.tolist(), history_len.tolist()
-    check_slots("slots", slots.tolist(), len(positions))
-    marks = (slots, is_fold, num_verify_tokens, num_committed)
-    for slot, fold, size, asked in zip(*(mark.tolist() for mark in marks), strict=True):
-        if slot < 0:
-            continue
-        n = max(0, min(asked, size))
-        folded = lengths[slot] if fold else 0
-        seq_len[slot] = positions[slot] + n
-        ring_start[slot] = (starts[slot] + folded) % ring_capacity
-        history_len[slot] = lengths[slot] - folded + n
-    is_fold.zero_()
-    num_verify_tokens.zero_()
-
-
-def _restart_windows(
-    ring_start: Tensor,
-    history_len: Tensor,
-    slots: Tensor | None,
-    fold_threshold: int,
-    ring_capacity: int,
-) -> None:
-    name, candidates = "ring.restart_windows", _backends(history_len)
-    if choose_backend(name, "auto", candidates, history_len, ring_start) == "triton":
-        launch.restart_windows(ring_start, history_len, slots, fold_threshold, ring_capacity)
-        return
-    is_fold = history_len >= fold_threshold
-    if slots is not None:
-        is_fold &= slots >= 0
-    moved = (ring_start + history_len) & (ring_capacity - 1)
-    ring_start.copy_(torch.where(is_fold, moved, ring_start))
-    history_len.masked_fill_(is_fold, 0)
-
-
-_decide_folds_op = register(
-    "ring_decide_folds(Tensor history_len, Tensor? ring_start, Tensor slots, "
-    "Tensor num_verify_tokens, Tensor(a!) is_fold, int max_window)",
-    _decide_folds,
+_decide_folds = register(
+    "ring.decide_folds",
+    kernel_or_reference(launch.explain_cursors, launch.decide_folds, cpu.decide_folds),
+    _check_decide_folds,
 )
-_commit_op = register(
-    "ring_commit(Tensor(a!) seq_len, Tensor(b!) ring_start, Tensor(c!) history_len, "
-    "Tensor slots, Tensor(d!) is_fold, Tensor(e!) num_verify_tokens, Tensor num_committed, "
-    "int ring_capacity, str backend)",
-    _commit,
+
+
+def _check_commit(
+    seq_len: Tensor, windows: Windows, marks: Marks, num_committed: Tensor, ring_capacity: int
+) -> None:
+    check_cursors({}, seq_len=seq_len, **windows._asdict())
+    check_marks({}, **marks._asdict(), num_committed=num_committed)
+    check_capacity(ring_capacity)
+
+
+_commit = register(
+    "ring.commit",
+    kernel_or_reference(launch.explain_cursors, launch.commit, cpu.commit),
+    _check_commit,
 )
-_restart_windows_op = register(
-    "ring_restart_windows(Tensor(a!) ring_start, Tensor(b!) history_len, "
-    "Tensor? slots, int fold_threshold, int ring_capacity)",
-    _restart_windows,
+
+
+def _check_restart_windows(
+    windows: Windows, slots: Tensor | None, fold_threshold: int, ring_capacity: int
+) -> None:
+    check_marks({}, **windows._asdict(), **({} if slots is None else {"slots": slots}))
+    check_threshold(fold_threshold)
+    check_capacity(ring_capacity)
+
+
+_restart_windows = register(
+    "ring.restart_windows",
+    kernel_or_reference(launch.explain_cursors, launch.restart_windows, cpu.restart_windows),
+    _check_restart_windows,
 )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hybridspec.ops._triton_support import FLOATS, INTEGERS, explain_tensors
+from hybridspec.ops.ring.view import Marks, Windows
 
 __all__ = [
     "commit",
@@ -14,21 +18,24 @@ __all__ = [
     "explain_cursors",
     "explain_slots",
     "reset_slots",
+    "restart_windows",
 ]
 
 _BLOCK = 128
 _BLOCK_ELEMENTS = 1024
 
 
-def explain_cursors(cursor: Tensor, *others: Tensor) -> str | None:
-    """Say why the kernels on cursors cannot serve these tensors, or return None."""
-    named = [("cursor", cursor), *((f"argument {i}", t) for i, t in enumerate(others))]
-    return explain_tensors(named, INTEGERS)
+def explain_cursors(*arguments: Any) -> str | None:
+    """Say why the kernels on cursors cannot serve these arguments, or return None."""
+    flat = itertools.chain(*(part if isinstance(part, tuple) else (part,) for part in arguments))
+    tensors = [part for part in flat if isinstance(part, Tensor)]
+    return explain_tensors([(f"cursor {i}", part) for i, part in enumerate(tensors)], INTEGERS)
 
 
-def explain_slots(slots: Tensor, pools: list[Tensor]) -> str | None:
-    """Say why the kernels on whole slots cannot serve these pools, or return None."""
-    named = [("slots", slots), *((f"pools[{i}]", pool) for i, pool in enumerate(pools))]
+def explain_slots(*arguments: Any) -> str | None:
+    """Say why the kernels on whole slots cannot serve these slots and pools, or return None."""
+    *slots, pools = arguments
+    named = [("slots", slots[0]), *((f"pools[{i}]", pool) for i, pool in enumerate(pools))]
     for name, pool in named:
         if pool.dim() > 4:
             return f"{name} has {pool.dim()} dimensions, the kernel takes up to 4"
@@ -36,8 +43,7 @@ def explain_slots(slots: Tensor, pools: list[Tensor]) -> str | None:
 
 
 def decide_folds(
-    history_len: Tensor,
-    ring_start: Tensor | None,
+    windows: Windows,
     slots: Tensor,
     num_verify_tokens: Tensor,
     is_fold: Tensor,
@@ -49,75 +55,63 @@ def decide_folds(
     num_requests = slots.shape[0]
     with torch.cuda.device_of(slots):
         decide_folds_kernel[(-(-num_requests // _BLOCK),)](
-            history_len, ring_start, slots, num_verify_tokens, is_fold, num_requests, max_window,
-            BLOCK=_BLOCK, num_warps=4,
+            windows.history_len, windows.ring_start, slots, num_verify_tokens, is_fold,
+            num_requests, max_window, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
 
 
 def commit(
-    seq_len: Tensor,
-    ring_start: Tensor,
-    history_len: Tensor,
-    slots: Tensor,
-    is_fold: Tensor,
-    num_verify_tokens: Tensor,
-    num_committed: Tensor,
-    ring_capacity: int,
+    seq_len: Tensor, windows: Windows, marks: Marks, num_committed: Tensor, ring_capacity: int
 ) -> None:
     """Launch `triton_cursors.commit_kernel`: one launch for all layers of a step."""
     from hybridspec.ops.ring.triton_cursors import commit_kernel
 
-    num_requests = slots.shape[0]
-    with torch.cuda.device_of(slots):
+    num_requests = num_committed.shape[0]
+    with torch.cuda.device_of(seq_len):
         commit_kernel[(-(-num_requests // _BLOCK),)](
-            seq_len, ring_start, history_len, slots, is_fold, num_verify_tokens, num_committed,
-            num_requests, RING=ring_capacity, BLOCK=_BLOCK, num_warps=4,
-        )  # fmt: skip
-
-
-def restart_windows(
-    ring_start: Tensor,
-    history_len: Tensor,
-    slots: Tensor | None,
-    fold_threshold: int,
-    ring_capacity: int,
-) -> None:
-    """Launch `triton_cursors.restart_windows_kernel`."""
-    from hybridspec.ops.ring.triton_cursors import restart_windows_kernel
-
-    num_requests = history_len.shape[0]
-    with torch.cuda.device_of(history_len):
-        restart_windows_kernel[(-(-num_requests // _BLOCK),)](
-            ring_start, history_len, slots, fold_threshold, num_requests,
+            seq_len, *windows, *marks, num_committed, num_requests,
             RING=ring_capacity, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
 
 
-def copy_slots(pools: list[Tensor], src_slots: Tensor, dst_slots: Tensor) -> None:
+def restart_windows(
+    windows: Windows, slots: Tensor | None, fold_threshold: int, ring_capacity: int
+) -> None:
+    """Launch `triton_cursors.restart_windows_kernel`."""
+    from hybridspec.ops.ring.triton_cursors import restart_windows_kernel
+
+    num_requests = windows.history_len.shape[0]
+    with torch.cuda.device_of(windows.history_len):
+        restart_windows_kernel[(-(-num_requests // _BLOCK),)](
+            *windows, slots, fold_threshold, num_requests,
+            RING=ring_capacity, BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
+
+
+def copy_slots(src_slots: Tensor, dst_slots: Tensor, pools: list[Tensor]) -> None:
     """Gather all sources of a pool, then write them with `triton_copies.write_slots_kernel`."""
     from hybridspec.ops.ring.triton_copies import write_slots_kernel
 
     sources = src_slots.clamp_min(0).long()
     for pool in pools:
         values = pool.index_select(0, sources)
-        count, layout = _layout(pool)
-        with torch.cuda.device_of(pool):
-            write_slots_kernel[(src_slots.shape[0], -(-count // _BLOCK_ELEMENTS))](
-                pool, values, src_slots, dst_slots, count, *layout,
-                BLOCK=_BLOCK_ELEMENTS, num_warps=4,
-            )  # fmt: skip
+        _launch_copy(write_slots_kernel, pool, values, src_slots, dst_slots)
 
 
-def reset_slots(pools: list[Tensor], slots: Tensor) -> None:
+def reset_slots(slots: Tensor, pools: list[Tensor]) -> None:
     """Launch `triton_copies.reset_slots_kernel` once per pool."""
     from hybridspec.ops.ring.triton_copies import reset_slots_kernel
 
     for pool in pools:
-        count, layout = _layout(pool)
-        with torch.cuda.device_of(pool):
-            reset_slots_kernel[(slots.shape[0], -(-count // _BLOCK_ELEMENTS))](
-                pool, slots, count, *layout, BLOCK=_BLOCK_ELEMENTS, num_warps=4
-            )
+        _launch_copy(reset_slots_kernel, pool, slots)
+
+
+def _launch_copy(kernel: Any, pool: Tensor, *others: Tensor) -> None:
+    count, layout = _layout(pool)
+    with torch.cuda.device_of(pool):
+        kernel[(others[-1].shape[0], -(-count // _BLOCK_ELEMENTS))](
+            pool, *others, count, *layout, BLOCK=_BLOCK_ELEMENTS, num_warps=4
+        )
 
 
 def _layout(pool: Tensor) -> tuple[int, tuple[int, ...]]:

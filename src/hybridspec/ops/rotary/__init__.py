@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridspec.ops.rotary.api import norm_and_rotate
-from hybridspec.ops.rotary.reference import rotate_
+from hybridspec.ops.rotary.api import explain, norm_and_rotate
+from hybridspec.ops.rotary.cpu import rotate_
 
-__all__ = ["norm_and_rotate", "rotate_"]
+__all__ = ["explain", "norm_and_rotate", "rotate_"]

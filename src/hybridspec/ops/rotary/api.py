@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hybridspec.errors import UnsupportedError
-from hybridspec.ops._backends import choose_backend
-from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
-from hybridspec.ops._library import register
-from hybridspec.ops._triton_support import triton_or_reference
-from hybridspec.ops.rotary import launch, reference
+from hybridspec.ops._checks import (
+    FLOATS,
+    WIDE,
+    Dims,
+    check,
+    check_dtype,
+    check_last_stride,
+)
+from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops.rotary import cpu, launch
 
-__all__ = ["norm_and_rotate"]
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_WIDE = (torch.float32, torch.float64)
-_backends = triton_or_reference(launch.explain)
+__all__ = ["explain", "norm_and_rotate"]
 
 
 def norm_and_rotate(
@@ -63,33 +63,13 @@ def norm_and_rotate(
         2021, arXiv:2104.09864), in the half-split order and on a part of the dimensions, as in the
         Qwen3-Next and Qwen3.5 checkpoints.
     """
-    try:
-        is_right = (
-            x.shape[1:] == weight.shape
-            and cos.shape == sin.shape == (x.shape[0], 1, cos.shape[2])
-            and cos.shape[2] <= x.shape[2]
-            and cos.shape[2] % 2 == 0
-            and x.stride(2) == weight.stride(1) == cos.stride(2) == sin.stride(2) == 1
-            and x.dtype in _FLOATS
-            and weight.dtype in _WIDE
-            and cos.dtype == sin.dtype == weight.dtype
-        )
-    except (AttributeError, IndexError, TypeError):  # no tensor, or of too few dimensions
-        is_right = False
-    if not is_right:
-        _explain(x, weight, cos, sin)
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    else:
-        check("out", out, "N heads D", dict(zip(("N", "heads", "D"), x.shape, strict=True)))
-        check_dtype("out", out, x.dtype)
-        check_last_stride("out", out)
-    _op(x, weight, cos, sin, eps, out, backend)
+    if out is None and isinstance(x, Tensor):
+        out = x.new_empty(x.shape)
+    _op(x, weight, cos, sin, out, eps, backend=backend)
     return out
 
 
-def _explain(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Raise the error that names the first wrong argument."""
+def _check(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, eps: float) -> None:
     dims: Dims = {}
     check("x", x, "N heads D", dims)
     check("weight", weight, "heads D", dims)
@@ -101,21 +81,24 @@ def _explain(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> None:
         )
     for name, tensor in (("x", x), ("weight", weight), ("cos", cos), ("sin", sin)):
         check_last_stride(name, tensor)
-    check_dtype("x", x, *_FLOATS)
-    check_dtype("weight", weight, *_WIDE)
+    check_dtype("x", x, *FLOATS)
+    check_dtype("weight", weight, *WIDE)
     check_dtype("cos", cos, weight.dtype)
     check_dtype("sin", sin, weight.dtype)
+    check("out", out, "N heads D", dims)
+    check_dtype("out", out, x.dtype)
+    check_last_stride("out", out)
 
 
-def _norm_and_rotate(x: Tensor, *args) -> None:
-    *rest, backend = args
-    name = choose_backend("rotary.norm_and_rotate", backend, _backends(x), x, *rest)
-    module = launch if name == "triton" else reference
-    module.norm_and_rotate(x, *rest)
+def explain(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, eps: float
+) -> dict[str, str | None]:
+    """Say of each backend, in order of preference, why it cannot serve a call, or None."""
+    return _op.explain(x, weight, cos, sin, out, eps)
 
 
 _op = register(
-    "rotary_norm_and_rotate(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps, "
-    "Tensor(a!) out, str backend)",
-    _norm_and_rotate,
+    "rotary.norm_and_rotate",
+    kernel_or_reference(launch.explain, launch.norm_and_rotate, cpu.norm_and_rotate),
+    _check,
 )

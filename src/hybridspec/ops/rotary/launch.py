@@ -14,7 +14,7 @@ _TILE = 1024  # elements of a program
 
 
 def explain(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, out: Tensor
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, eps: float
 ) -> str | None:
     """Say why the Triton kernel cannot serve a call, or return None."""
     named = [("x", x), ("weight", weight), ("cos", cos), ("sin", sin), ("out", out)]
@@ -25,7 +25,7 @@ def explain(
 
 
 def norm_and_rotate(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, out: Tensor
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, eps: float
 ) -> None:
     """Launch the kernel; arguments as `api.norm_and_rotate`."""
     from hybridspec.ops.rotary.triton_rotary import norm_and_rotate_kernel

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .._backends import choose_backend
 from .._checks import Dims, check, check_dtype, check_last_stride
-from .._library import register
-from .._triton_support import explain_tensors, triton_or_reference
+from .._library import kernel_or_reference, register
+from .._triton_support import explain_tensors
 from . import cpu
 from .table import SamplingTable, SamplingUses
 
@@ -19,11 +20,14 @@ NO_TOKEN = -1  # where nothing can be chosen
 _EVERYTHING = SamplingUses.everything()
 
 
-def _explain(logits: Tensor) -> str | None:
+def _explain(logits: Tensor, *others: object) -> str | None:
     return explain_tensors([("logits", logits)], (torch.float32,))
 
 
-_candidates = triton_or_reference(_explain)
+def _launch(*arguments: Any) -> None:
+    from hybridspec.ops.sampling import launch
+
+    launch.choose(*arguments)
 
 
 def choose(
@@ -84,57 +88,59 @@ def choose(
         probabilities as in mass.py. A row's token is a function of its logits, its slot's data and
         its offset, the same on every backend; the other rows do not matter.
     """
-    dims: Dims = {}
-    check("logits", logits, "N V", dims)
-    check_dtype("logits", logits, torch.float32)
-    check("slots", slots, "N", dims)
-    check("offsets", offsets, "N", dims)
-    check("temperature", table.temperature, "S", dims)
-    check("counts", table.counts, "C V", dims)
-    check("seq_len", seq_len, "S", dims)
-    check("drafts", drafts, "S k", dims)
-    check("token_pages", token_pages, "P page_size", dims)
-    check("page_table", page_table, "S pages", dims)
-    check_dtype("drafts", drafts, torch.int64)
-    integers = {"slots": slots, "offsets": offsets, "seq_len": seq_len}
-    for name, tensor in {**integers, "token_pages": token_pages, "page_table": page_table}.items():
-        check_dtype(name, tensor, torch.int32)
-        check_last_stride(name, tensor)
-    check_last_stride("logits", logits)
-    check_last_stride("drafts", drafts)
-    if mask is not None:
-        check("mask", mask, f"N {-(-dims['V'] // 32)}", dims)
-        check_dtype("mask", mask, torch.int32)
-        check_last_stride("mask", mask)
     if out is None:
-        out = torch.empty(dims["N"], dtype=torch.int64, device=logits.device)
-    check("out", out, "N", dims)
-    check_dtype("out", out, torch.int64)
-    check_last_stride("out", out)
-    flags = (uses or _EVERYTHING).flags()
+        out = torch.empty(slots.shape[0], dtype=torch.int64, device=slots.device)
     _choose(
-        logits, slots, offsets, table.tensors(), seq_len, drafts, token_pages, page_table, mask,
-        flags, out, backend,
+        logits, slots, offsets, table, seq_len, drafts, token_pages, page_table, mask,
+        uses or _EVERYTHING, out, backend=backend,
     )  # fmt: skip
     return out
 
 
-def _dispatch(logits, slots, offsets, table, *rest) -> None:
-    *others, mask, flags, out, backend = rest
-    chosen = choose_backend("sampling.choose", backend, _candidates(logits), logits)
-    if not logits.shape[0]:
-        return
-    run = cpu.choose
-    if chosen == "triton":
-        from . import launch
-
-        run = launch.choose
-    run(logits, slots, offsets, SamplingTable.of(table), *others, mask, SamplingUses.of(flags), out)
-
-
-_choose = register(
-    "sampling_choose(Tensor(a!) logits, Tensor slots, Tensor offsets, Tensor[] table, "
-    "Tensor seq_len, Tensor drafts, Tensor token_pages, Tensor page_table, Tensor? mask, "
-    "bool[] uses, Tensor(b!) out, str backend)",
-    _dispatch,
+_ARGUMENTS = (
+    ("logits", "N V", torch.float32),
+    ("slots", "N", torch.int32),
+    ("offsets", "N", torch.int32),
+    ("table.temperature", "S", torch.float32),
+    ("table.allowed_bits", "S words", torch.int32),
+    ("table.counts", "C V", torch.int16),
+    ("seq_len", "S", torch.int32),
+    ("drafts", "S k", torch.int64),
+    ("token_pages", "P page_size", torch.int32),
+    ("page_table", "S pages", torch.int32),
+    ("mask", "N words", torch.int32),
+    ("out", "N", torch.int64),
 )
+
+
+def _check(
+    logits: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    table: SamplingTable,
+    seq_len: Tensor,
+    drafts: Tensor,
+    token_pages: Tensor,
+    page_table: Tensor,
+    mask: Tensor | None,
+    uses: SamplingUses,
+    out: Tensor,
+) -> None:
+    dims: Dims = {}
+    tensors = (
+        logits, slots, offsets, table.temperature, table.allowed_bits, table.counts, seq_len,
+        drafts, token_pages, page_table, mask, out,
+    )  # fmt: skip
+    for (name, spec, dtype), tensor in zip(_ARGUMENTS, tensors, strict=True):
+        if tensor is not None:
+            check(name, tensor, spec, dims)
+            check_dtype(name, tensor, dtype)
+            check_last_stride(name, tensor)
+    if dims["words"] != -(-dims["V"] // 32):
+        raise ValueError(
+            f"table.allowed_bits: expected [S, {-(-dims['V'] // 32)}] for {dims['V']} tokens, got "
+            f"[S, {dims['words']}]"
+        )
+
+
+_choose = register("sampling.choose", kernel_or_reference(_explain, _launch, cpu.choose), _check)

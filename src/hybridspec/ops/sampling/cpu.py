@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._library import Written
 from .gumbel import gumbel_noise
 from .mass import TiledMass
 from .table import COUNT_MASK, SamplingTable, SamplingUses
@@ -17,7 +18,7 @@ __all__ = ["choose"]
 
 
 def choose(
-    logits: Tensor,
+    logits: Written[Tensor],
     slots: Tensor,
     offsets: Tensor,
     table: SamplingTable,
@@ -27,9 +28,11 @@ def choose(
     page_table: Tensor,
     mask: Tensor | None,
     uses: SamplingUses,
-    out: Tensor,
+    out: Written[Tensor],
 ) -> None:
     """Write the token of each row; see choose.py."""
+    if not logits.shape[0]:
+        return
     has_edits = uses.has_edits or mask is not None
     if not (has_edits or uses.has_noise):
         # The common case: one argmax, and as few other calls as there can be.
@@ -150,7 +153,8 @@ def _forbid_words(
         wanted = table.word_tokens[(last - back).clamp(min=0)]
         is_begun = is_begun & ((last - back < first) | (wanted == token.unsqueeze(-1)))
     tokens = torch.where(is_begun, table.word_tokens[last.clamp(min=0)], 0).long()
-    x[rows] = x[rows].scatter_add_(-1, tokens, torch.where(is_begun, -torch.inf, 0.0))
+    lost = torch.zeros_like(tokens, dtype=x.dtype).masked_fill_(is_begun, -torch.inf)
+    x[rows] = x[rows].scatter_add_(-1, tokens, lost)
 
 
 def _token_at(

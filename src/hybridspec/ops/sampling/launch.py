@@ -90,6 +90,8 @@ def choose(
     config: LaunchConfig | None = None,
 ) -> None:
     """Write the token of each row; see choose.py."""
+    if not logits.shape[0]:
+        return
     num_rows, vocab = logits.shape
     config = config or launch_config(num_rows, vocab)
     block = TILE if vocab > TILE else max(16, triton.next_power_of_2(vocab))

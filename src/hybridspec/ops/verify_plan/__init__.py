@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .api import (
+from hybridspec.ops.verify_plan.api import (
     build_params,
     compact_hidden,
     compact_sampling,
@@ -10,9 +10,9 @@ from .api import (
     select_rows,
     survival_scores,
 )
-from .groups import compact_groups, copy_page_table
-from .step import Step
-from .views import SamplingColumns
+from hybridspec.ops.verify_plan.entries import compact_groups, copy_page_table
+from hybridspec.ops.verify_plan.sampling_columns import SamplingColumns
+from hybridspec.ops.verify_plan.step import Step
 
 __all__ = [
     "SamplingColumns",

@@ -5,10 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import Dims, check, check_dtype, check_last_stride, check_option
-from . import operators, reference
-from .step import Step, Workspace
-from .views import SamplingColumns
+from hybridspec.ops._checks import (
+    FLOATS,
+    Dims,
+    check,
+    check_dtype,
+    check_last_stride,
+    check_option,
+)
+from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops.verify_plan import cpu, launch
+from hybridspec.ops.verify_plan.call import Cursors, Drafts
+from hybridspec.ops.verify_plan.sampling_columns import SamplingColumns
+from hybridspec.ops.verify_plan.step import Step, Workspace
 
 __all__ = [
     "build_params",
@@ -18,8 +27,6 @@ __all__ = [
     "select_rows",
     "survival_scores",
 ]
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def survival_scores(confidences: Tensor, calibration: Tensor | None = None) -> Tensor:
@@ -47,9 +54,9 @@ def survival_scores(confidences: Tensor, calibration: Tensor | None = None) -> T
     """
     dims: Dims = {}
     check("confidences", confidences, "B k", dims)
-    check_dtype("confidences", confidences, *_FLOATS)
+    check_dtype("confidences", confidences, *FLOATS)
     _check_calibration(calibration, dims)
-    return reference.survival_scores(confidences, calibration)
+    return cpu.survival_scores(confidences, calibration)
 
 
 def select_rows(
@@ -89,22 +96,16 @@ def select_rows(
     Numerics:
         Integers and `survival_scores`: the same bits in every run and on every backend.
     """
+    drafts = Drafts(confidences, num_drafts, calibration)
     dims: Dims = {}
-    check("confidences", confidences, "B k", dims)
-    check("slots", slots, "B", dims)
-    _check_selection(confidences, slots, num_rows, num_drafts, calibration, dims)
+    if out is None or workspace is None:
+        _check_drafts(drafts, slots, num_rows, dims)
     if out is None:
         out = torch.empty(dims["B"] + 1, dtype=torch.int32, device=slots.device)
-    elif out.dim() != 1 or out.shape[0] <= dims["B"]:
-        raise ValueError(f"out: expected at least [{dims['B'] + 1}], got {list(out.shape)}")
-    check_dtype("out", out, torch.int32)
-    size = Workspace.of(dims["B"], dims["k"]).size
     if workspace is None:
+        size = Workspace.of(dims["B"], dims["k"]).size
         workspace = torch.empty(size, dtype=torch.int32, device=slots.device)
-    _check_workspace("workspace", workspace, size)
-    operators.select_rows(
-        confidences, slots, num_rows, num_drafts, calibration, out, workspace, backend
-    )
+    _select_rows(drafts, slots, num_rows, out, workspace, backend=backend)
     return out
 
 
@@ -124,7 +125,7 @@ def build_params(
         n_b        = cu_seqlens[b+1] - cu_seqlens[b], or 0 where slots[b] = -1
         kv_len     = seq_len[slot] + n_b
         is_fold    = n_b > 0 and history_len[slot] + n_b > max_window, or as `decide_folds` of
-                     `gated_delta_rule` says for a first window, where ring_start is given
+                     `ring` says for a first window, where ring_start is given
         row j of b: token_ids[b, j] at position seq_len[slot] + j, source b (k + 1) + j
 
     Args:
@@ -145,11 +146,8 @@ def build_params(
         ValueError, TypeError: if a shape or dtype is wrong.
         UnsupportedError: if the backend cannot serve the call.
     """
-    dims: Dims = {}
-    _check_build(token_ids, slots, seq_len, history_len, ring_start, max_window, plan, dims)
-    operators.build_params(
-        token_ids, slots, seq_len, history_len, ring_start, max_window, plan.tensors(), backend
-    )
+    cursors = Cursors(seq_len, history_len, ring_start, max_window)
+    _build_params(token_ids, slots, cursors, plan, backend=backend)
     return plan
 
 
@@ -191,26 +189,14 @@ def plan_step(
         ValueError, TypeError: if a shape, dtype or the budget is wrong.
         UnsupportedError: if the backend cannot serve the call.
     """
-    dims: Dims = {}
-    _check_build(token_ids, slots, seq_len, history_len, ring_start, max_window, plan, dims)
-    k = dims["k"] = dims["T"] - 1
-    if (
-        isinstance(confidences, Tensor)
-        and confidences.dim() == 2
-        and confidences.shape[1] == dims["T"]
-    ):
-        confidences = confidences[:, :k]
-    check("confidences", confidences, "B k", dims)
-    capacity = plan.token_ids.shape[0]
-    num_rows = capacity if num_rows is None else num_rows
-    _check_selection(confidences, slots, num_rows, num_drafts, calibration, dims)
-    if num_rows > capacity:
-        raise ValueError(f"num_rows: expected at most the plan's {capacity} rows, got {num_rows}")
-    _check_workspace("plan.workspace", plan.workspace, Workspace.of(dims["B"], k).size)
-    operators.plan_step(
-        confidences, token_ids, slots, seq_len, history_len, ring_start, num_rows, num_drafts,
-        calibration, max_window, plan.tensors(), backend,
-    )  # fmt: skip
+    is_wide = getattr(confidences, "shape", None) == getattr(token_ids, "shape", None)
+    if is_wide and isinstance(confidences, Tensor) and confidences.dim() == 2:
+        confidences = confidences[:, :-1]
+    drafts = Drafts(confidences, num_drafts, calibration)
+    cursors = Cursors(seq_len, history_len, ring_start, max_window)
+    if num_rows is None and isinstance(plan, Step):
+        num_rows = plan.token_ids.shape[0]
+    _plan_step(drafts, token_ids, slots, cursors, num_rows, plan, backend=backend)
     return plan
 
 
@@ -232,18 +218,12 @@ def compact_hidden(
         ValueError, TypeError: if a shape, stride or dtype is wrong.
         UnsupportedError: if the backend cannot serve the call.
     """
-    dims: Dims = {}
-    check("hidden", hidden, "M D", dims)
-    check("sources", sources, "N", dims)
-    check_dtype("sources", sources, torch.int32)
-    check_last_stride("hidden", hidden)
     if out is None:
-        shape = (dims["N"], dims["D"])
-        out = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
-    check("out", out, "N D", dims)
-    check_dtype("out", out, hidden.dtype)
-    check_last_stride("out", out)
-    operators.compact_hidden(hidden, sources, out, backend)
+        dims: Dims = {}
+        check("hidden", hidden, "M D", dims)
+        check("sources", sources, "N", dims)
+        out = hidden.new_empty(dims["N"], dims["D"])
+    _compact_hidden(hidden, sources, out, backend=backend)
     return out
 
 
@@ -271,19 +251,52 @@ def compact_sampling(
         ValueError, TypeError: if a shape or dtype is wrong.
         UnsupportedError: if the backend cannot serve the call.
     """
+    if out is None:
+        check("sources", sources, "N", {})
+        out = SamplingColumns.create(sources.shape[0], device=sources.device)
+    _compact_sampling(requests, sources, rows_per_request, out, backend=backend)
+    return out
+
+
+def _check_compact_hidden(hidden: Tensor, sources: Tensor, out: Tensor) -> None:
+    dims: Dims = {}
+    check("hidden", hidden, "M D", dims)
+    check("sources", sources, "N", dims)
+    check_dtype("sources", sources, torch.int32)
+    check_last_stride("hidden", hidden)
+    check("out", out, "N D", dims)
+    check_dtype("out", out, hidden.dtype)
+    check_last_stride("out", out)
+
+
+_compact_hidden = register(
+    "verify_plan.compact_hidden",
+    kernel_or_reference(launch.explain, launch.compact_hidden, cpu.compact_hidden),
+    _check_compact_hidden,
+)
+
+
+def _check_compact_sampling(
+    requests: SamplingColumns, sources: Tensor, rows_per_request: int, out: SamplingColumns
+) -> None:
     dims: Dims = {}
     check("sources", sources, "N", dims)
     check_dtype("sources", sources, torch.int32)
     _check_columns("requests", requests, "B", dims)
     if rows_per_request < 1:
         raise ValueError(f"rows_per_request: expected at least 1, got {rows_per_request}")
-    if out is None:
-        out = SamplingColumns.create(dims["N"], device=sources.device)
     _check_columns("out", out, "N", dims)
-    operators.compact_sampling(
-        requests.tensors(), sources, rows_per_request, out.tensors(), backend
-    )
-    return out
+
+
+_compact_sampling = register(
+    "verify_plan.compact_sampling",
+    kernel_or_reference(
+        lambda requests, sources, *others: launch.explain(sources),
+        launch.compact_sampling,
+        cpu.compact_sampling,
+    ),
+    _check_compact_sampling,
+)
 
 
 def _check_columns(name: str, columns: SamplingColumns, size: str, dims: Dims) -> None:
@@ -312,15 +325,11 @@ def _check_calibration(calibration: Tensor | None, dims: Dims) -> None:
         )
 
 
-def _check_selection(
-    confidences: Tensor,
-    slots: Tensor,
-    num_rows: int,
-    num_drafts: Tensor | None,
-    calibration: Tensor | None,
-    dims: Dims,
-) -> None:
-    check_dtype("confidences", confidences, *_FLOATS)
+def _check_drafts(drafts: Drafts, slots: Tensor, num_rows: int, dims: Dims) -> None:
+    confidences, num_drafts, calibration = drafts
+    check("confidences", confidences, "B k", dims)
+    check("slots", slots, "B", dims)
+    check_dtype("confidences", confidences, *FLOATS)
     check_last_stride("confidences", confidences)
     check_dtype("slots", slots, torch.int32)
     check_last_stride("slots", slots)
@@ -336,30 +345,83 @@ def _check_selection(
         )
 
 
+def _check_select_rows(
+    drafts: Drafts, slots: Tensor, num_rows: int, cu_seqlens: Tensor, workspace: Tensor
+) -> None:
+    dims: Dims = {}
+    _check_drafts(drafts, slots, num_rows, dims)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] <= dims["B"]:
+        raise ValueError(f"out: expected at least [{dims['B'] + 1}], got {list(cu_seqlens.shape)}")
+    check_dtype("out", cu_seqlens, torch.int32)
+    _check_workspace("workspace", workspace, Workspace.of(dims["B"], dims["k"]).size)
+
+
+_select_rows = register(
+    "verify_plan.select_rows",
+    kernel_or_reference(
+        lambda drafts, slots, *others: launch.explain(slots, drafts.confidences.shape[1]),
+        launch.select_rows,
+        cpu.select_rows,
+    ),
+    _check_select_rows,
+)
+
+
+def _check_build_params(token_ids: Tensor, slots: Tensor, cursors: Cursors, plan: Step) -> None:
+    _check_build(token_ids, slots, cursors, plan, {})
+
+
+_build_params = register(
+    "verify_plan.build_params",
+    kernel_or_reference(
+        lambda token_ids, slots, *others: launch.explain(slots, token_ids.shape[1] - 1),
+        launch.build_params,
+        cpu.build_params,
+    ),
+    _check_build_params,
+)
+
+
+def _check_plan_step(
+    drafts: Drafts, token_ids: Tensor, slots: Tensor, cursors: Cursors, num_rows: int, plan: Step
+) -> None:
+    dims: Dims = {}
+    _check_build(token_ids, slots, cursors, plan, dims)
+    dims["k"] = dims["T"] - 1
+    _check_drafts(drafts, slots, num_rows, dims)
+    capacity = plan.token_ids.shape[0]
+    if num_rows > capacity:
+        raise ValueError(f"num_rows: expected at most the plan's {capacity} rows, got {num_rows}")
+    _check_workspace("plan.workspace", plan.workspace, Workspace.of(dims["B"], dims["k"]).size)
+
+
+_plan_step = register(
+    "verify_plan.plan_step",
+    kernel_or_reference(
+        lambda drafts, tokens, slots, *others: launch.explain(slots, tokens.shape[1] - 1),
+        launch.plan_step,
+        cpu.plan_step,
+    ),
+    _check_plan_step,
+)
+
+
 def _check_build(
-    token_ids: Tensor,
-    slots: Tensor,
-    seq_len: Tensor,
-    history_len: Tensor,
-    ring_start: Tensor | None,
-    max_window: int,
-    plan: Step,
-    dims: Dims,
+    token_ids: Tensor, slots: Tensor, cursors: Cursors, plan: Step, dims: Dims
 ) -> None:
     if not isinstance(plan, Step):
         raise TypeError(f"plan: expected a Step, got {type(plan).__name__}")
-    check_option("max_window", max_window, int, low=1)
+    check_option("max_window", cursors.max_window, int, low=1)
     check("token_ids", token_ids, "B T", dims)
     check("slots", slots, "B", dims)
-    check("seq_len", seq_len, "S", dims)
-    check("history_len", history_len, "S", dims)
+    per_slot = {"seq_len": cursors.seq_len, "history_len": cursors.history_len}
+    if cursors.ring_start is not None:
+        per_slot["ring_start"] = cursors.ring_start
+    for name, tensor in per_slot.items():
+        check(name, tensor, "S", dims)
     check_dtype("token_ids", token_ids, torch.int64)
     check_last_stride("token_ids", token_ids)
-    cursors = {"slots": slots, "seq_len": seq_len, "history_len": history_len}
-    if ring_start is not None:
-        check("ring_start", ring_start, "S", dims)
-        cursors["ring_start"] = ring_start
-    for name, tensor in cursors.items():
+    for name, tensor in ({"slots": slots} | per_slot).items():
         check_dtype(name, tensor, torch.int32)
         check_last_stride(name, tensor)
     if dims["T"] < 1:

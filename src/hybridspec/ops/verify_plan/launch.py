@@ -1,16 +1,16 @@
-"""Launches of the Triton kernels: which kernels, how many programs, how many warps."""
+"""How the Triton kernels are launched; they are imported only then, so this needs no Triton."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
-from . import triton_build, triton_compact, triton_select, triton_select_large
-from .step import Step, Workspace
-from .views import SamplingColumns
+from hybridspec.ops._triton_support import explain_tensors, round_up_to_power_of_two
+from hybridspec.ops.verify_plan.call import Cursors, Drafts, Entries
+from hybridspec.ops.verify_plan.sampling_columns import SamplingColumns
+from hybridspec.ops.verify_plan.step import Step, Workspace
 
 __all__ = [
     "LaunchConfig",
@@ -19,7 +19,10 @@ __all__ = [
     "compact_hidden",
     "compact_sampling",
     "copy_page_table",
-    "is_interpreted",
+    "explain",
+    "explain_columns",
+    "explain_drafts",
+    "explain_tokens",
     "launch_config",
     "plan_step",
     "select_rows",
@@ -30,6 +33,7 @@ _EXACT = {"enable_fp_fusion": False}
 _BLOCK_COLUMNS = 1024
 _BLOCK_GROUPS = 1024
 _BLOCK_KEYS = 1024
+_MOST_DRAFTS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,26 +62,52 @@ def launch_config(num_requests: int, num_drafts: int) -> LaunchConfig:
     )
 
 
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on any device's tensors."""
-    return bool(triton.knobs.runtime.interpret)
+def explain(anchor: Tensor, *others: object) -> str | None:
+    """Say why the kernels cannot serve a call on the device of a tensor, or return None."""
+    return explain_tensors([("the first tensor", anchor)], (anchor.dtype,))
+
+
+def explain_drafts(drafts: Drafts, *others: object) -> str | None:
+    """Say why the kernels cannot serve a call with these drafts, or return None."""
+    return _explain_number(drafts.confidences.shape[1]) or explain(drafts.confidences)
+
+
+def explain_tokens(token_ids: Tensor, *others: object) -> str | None:
+    """Say why the kernels cannot serve a call with these tokens, or return None."""
+    return _explain_number(token_ids.shape[1] - 1) or explain(token_ids)
+
+
+def explain_columns(columns: SamplingColumns, *others: object) -> str | None:
+    """Say why the kernels cannot serve a call with these columns, or return None."""
+    return explain(columns.temperature)
+
+
+def _explain_number(num_drafts: int) -> str | None:
+    if num_drafts > _MOST_DRAFTS:
+        return f"expected at most {_MOST_DRAFTS} drafts a request, got {num_drafts}"
+    return None
+
+
+def _ceil_div(size: int, block: int) -> int:
+    return -(-size // block)
 
 
 def _block(size: int, least: int = 16) -> int:
-    return max(least, triton.next_power_of_2(size))
+    return max(least, round_up_to_power_of_two(size))
 
 
 def select_rows(
-    confidences: Tensor,
+    drafts: Drafts,
     slots: Tensor,
     num_rows: int,
-    num_drafts: Tensor | None,
-    calibration: Tensor | None,
     cu_seqlens: Tensor,
     workspace: Tensor,
     config: LaunchConfig | None = None,
 ) -> None:
     """Write the offsets of the chosen rows; see api.py."""
+    from hybridspec.ops.verify_plan import triton_select
+
+    confidences, num_drafts, calibration = drafts
     num_requests, k = confidences.shape
     out_requests = cu_seqlens.shape[0] - 1
     config = config or launch_config(num_requests, k)
@@ -94,20 +124,15 @@ def select_rows(
                 num_warps=config.select_warps, **_EXACT,
             )  # fmt: skip
         else:
-            _select_large(
-                confidences, slots, num_rows, num_drafts, calibration, cu_seqlens, workspace
-            )
+            _select_large(drafts, slots, num_rows, cu_seqlens, workspace)
 
 
 def _select_large(
-    confidences: Tensor,
-    slots: Tensor,
-    num_rows: int,
-    num_drafts: Tensor | None,
-    calibration: Tensor | None,
-    cu_seqlens: Tensor,
-    workspace: Tensor,
+    drafts: Drafts, slots: Tensor, num_rows: int, cu_seqlens: Tensor, workspace: Tensor
 ) -> None:
+    from hybridspec.ops.verify_plan import triton_select_large
+
+    confidences, num_drafts, calibration = drafts
     num_requests, k = confidences.shape
     out_requests = cu_seqlens.shape[0] - 1
     layout = Workspace.of(num_requests, k)
@@ -118,7 +143,7 @@ def _select_large(
     num_keys = num_requests * k
     workspace[: layout.search].zero_()
     if k > 0:
-        grid = (triton.cdiv(num_keys, _BLOCK_KEYS),)
+        grid = (_ceil_div(num_keys, _BLOCK_KEYS),)
         triton_select_large.score_kernel[grid](
             confidences, slots, slots if num_drafts is None else num_drafts,
             slots if calibration is None else calibration, keys, histograms[0], live, num_requests,
@@ -131,67 +156,58 @@ def _select_large(
                 keys, histograms[step - 1], live, search, histograms[step], num_keys, num_rows,
                 PASS=step, BLOCK=_BLOCK_KEYS,
             )  # fmt: skip
-    num_blocks = triton.cdiv(num_requests, Workspace.BLOCK)
+    num_blocks = _ceil_div(num_requests, Workspace.BLOCK)
     triton_select_large.count_kernel[(num_blocks,)](
         slots, keys, histograms[2], search, block_sums, num_requests, NUM_DRAFTS=k,
         BLOCK=Workspace.BLOCK,
     )  # fmt: skip
     # Requests of the output past the batch's repeat the total, so they need programs too.
-    triton_select_large.offsets_kernel[(triton.cdiv(out_requests, Workspace.BLOCK),)](
+    triton_select_large.offsets_kernel[(_ceil_div(out_requests, Workspace.BLOCK),)](
         slots, keys, search, block_sums, cu_seqlens, num_requests, out_requests, num_blocks,
         NUM_DRAFTS=k, BLOCK=Workspace.BLOCK, MOST_BLOCKS=_block(num_blocks),
     )  # fmt: skip
 
 
-def build_params(
-    token_ids: Tensor,
-    slots: Tensor,
-    seq_len: Tensor,
-    history_len: Tensor,
-    ring_start: Tensor | None,
-    max_window: int,
-    plan: Step,
-) -> None:
+def build_params(token_ids: Tensor, slots: Tensor, cursors: Cursors, plan: Step) -> None:
     """Fill the plan from its `cu_seqlens`; see api.py."""
+    from hybridspec.ops.verify_plan import triton_build
+
+    seq_len, history_len, ring_start, max_window = cursors
     num_requests, tokens = token_ids.shape
     out_requests, row_capacity = plan.slots.shape[0], plan.token_ids.shape[0]
-    block_tokens = triton.next_power_of_2(tokens)
+    block_tokens = round_up_to_power_of_two(tokens)
     block = 256 // block_tokens
-    grid = triton.cdiv(out_requests, block)
+    grid = _ceil_div(out_requests, block)
     with torch.cuda.device_of(slots):
         triton_build.build_kernel[(grid,)](
             plan.cu_seqlens, token_ids, slots, seq_len, history_len, ring_start,
             plan.num_verify_tokens, plan.kv_len, plan.slots, plan.is_fold, plan.token_ids,
             plan.positions, plan.sources, num_requests, out_requests, row_capacity, max_window,
             token_ids.stride(0), TOKENS=tokens, BLOCK_TOKENS=block_tokens, BLOCK=block,
-            BLOCK_ROWS=_block(triton.cdiv(row_capacity, grid)), num_warps=2,
+            BLOCK_ROWS=_block(_ceil_div(row_capacity, grid)), num_warps=2,
         )  # fmt: skip
 
 
 def plan_step(
-    confidences: Tensor,
+    drafts: Drafts,
     token_ids: Tensor,
     slots: Tensor,
-    seq_len: Tensor,
-    history_len: Tensor,
-    ring_start: Tensor | None,
+    cursors: Cursors,
     num_rows: int,
-    num_drafts: Tensor | None,
-    calibration: Tensor | None,
-    max_window: int,
     plan: Step,
     config: LaunchConfig | None = None,
 ) -> None:
     """Select and build, in one launch where the batch is small; see api.py."""
+    from hybridspec.ops.verify_plan import triton_build
+
+    confidences, num_drafts, calibration = drafts
+    seq_len, history_len, ring_start, max_window = cursors
     num_requests, k = confidences.shape
     out_requests, row_capacity = plan.slots.shape[0], plan.token_ids.shape[0]
     config = config or launch_config(out_requests, k)
     if not config.is_fused:
-        select_rows(
-            confidences, slots, num_rows, num_drafts, calibration, plan.cu_seqlens, plan.workspace,
-            config,
-        )  # fmt: skip
-        build_params(token_ids, slots, seq_len, history_len, ring_start, max_window, plan)
+        select_rows(drafts, slots, num_rows, plan.cu_seqlens, plan.workspace, config)
+        build_params(token_ids, slots, cursors, plan)
         return
     with torch.cuda.device_of(slots):
         triton_build.plan_kernel[(1,)](
@@ -202,19 +218,21 @@ def plan_step(
             num_requests, out_requests, num_rows, row_capacity, max_window, confidences.stride(0),
             token_ids.stride(0), NUM_DRAFTS=k,
             NUM_BINS=0 if calibration is None else calibration.shape[1],
-            HAS_NUM_DRAFTS=num_drafts is not None, BLOCK_TOKENS=triton.next_power_of_2(k + 1),
+            HAS_NUM_DRAFTS=num_drafts is not None, BLOCK_TOKENS=round_up_to_power_of_two(k + 1),
             BLOCK=_block(out_requests), BLOCK_ROWS=1024, num_warps=config.select_warps, **_EXACT,
         )  # fmt: skip
 
 
 def compact_hidden(hidden: Tensor, sources: Tensor, out: Tensor) -> None:
     """Gather rows; see api.py."""
+    from hybridspec.ops.verify_plan import triton_compact
+
     num_rows, width = out.shape
     if out.numel() == 0:
         return
     block = min(_block(width), _BLOCK_COLUMNS)
     with torch.cuda.device_of(out):
-        triton_compact.gather_rows_kernel[(num_rows, triton.cdiv(width, block))](
+        triton_compact.gather_rows_kernel[(num_rows, _ceil_div(width, block))](
             hidden, sources, out, width, hidden.stride(0), out.stride(0), BLOCK=block
         )
 
@@ -223,28 +241,28 @@ def compact_sampling(
     requests: SamplingColumns, sources: Tensor, rows_per_request: int, rows: SamplingColumns
 ) -> None:
     """Spread sampling parameters over rows; see api.py."""
+    from hybridspec.ops.verify_plan import triton_compact
+
     num_rows = sources.shape[0]
     if num_rows == 0:
         return
     block = min(_block(num_rows), 256)
     with torch.cuda.device_of(sources):
-        triton_compact.gather_sampling_kernel[(triton.cdiv(num_rows, block),)](
+        triton_compact.gather_sampling_kernel[(_ceil_div(num_rows, block),)](
             *requests.tensors(), sources, *rows.tensors(), num_rows, rows_per_request, BLOCK=block
         )
 
 
 def compact_groups(
-    requests: Tensor,
-    seq_len: Tensor,
-    marks: Tensor,
-    hold_request: int,
-    out: list[Tensor],
+    requests: Tensor, seq_len: Tensor, marks: Tensor, hold_request: int, out: Entries
 ) -> None:
-    """Compact the group ends of [n] rows to the front of [capacity] entries; see groups.py."""
-    num_rows, capacity = marks.shape[0], out[0].shape[0]
+    """Compact the group ends of [n] rows to the front of [capacity] entries; see entries.py."""
+    from hybridspec.ops.verify_plan import triton_compact
+
+    num_rows, capacity = marks.shape[0], out.request.shape[0]
     if capacity == 0:
         return
-    grid = max(triton.cdiv(max(num_rows, capacity), _BLOCK_GROUPS), 1)
+    grid = max(_ceil_div(max(num_rows, capacity), _BLOCK_GROUPS), 1)
     with torch.cuda.device_of(marks):
         if grid == 1:
             counts = marks
@@ -260,13 +278,15 @@ def compact_groups(
 
 
 def copy_page_table(page_table: Tensor, source: Tensor, requests: Tensor) -> None:
-    """page_table[i] = source[requests[i], :width]; see groups.py."""
+    """page_table[i] = source[requests[i], :width]; see entries.py."""
+    from hybridspec.ops.verify_plan import triton_compact
+
     num_rows, width = page_table.shape
     if page_table.numel() == 0:
         return
     block = min(_block(width), _BLOCK_COLUMNS)
     with torch.cuda.device_of(page_table):
-        triton_compact.copy_page_table_kernel[(num_rows, triton.cdiv(width, block))](
+        triton_compact.copy_page_table_kernel[(num_rows, _ceil_div(width, block))](
             source, requests, page_table, width, *source.stride(), *page_table.stride(),
             BLOCK=block,
         )  # fmt: skip

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..ring.triton_fold_rule import is_fold_due
-from .triton_select import select_in_block
+from hybridspec.ops.ring.triton_fold_rule import is_fold_due
+from hybridspec.ops.verify_plan.triton_select import select_in_block
 
 __all__ = ["build_kernel", "plan_kernel"]
 

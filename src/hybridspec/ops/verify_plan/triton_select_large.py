@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_select import lengths_from_ties, survival_step
+from hybridspec.ops.verify_plan.triton_select import lengths_from_ties, survival_step
 
 __all__ = ["count_kernel", "offsets_kernel", "refine_kernel", "score_kernel"]
 

@@ -1,0 +1,91 @@
+"""What a call consists of, in groups that travel together; beside the ring of the layer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hybridspec.ops._library import Written
+from hybridspec.ops.ring.view import RingView
+
+__all__ = ["Batch", "Gates", "Rows", "State"]
+
+
+class Rows(NamedTuple):
+    """Rows of a step or a prompt, packed by request, and where their results go.
+
+    Attributes:
+        q: queries, [N, H, K].
+        k: keys, [N, H, K].
+        v: values, [N, HV, V].
+        a: decay inputs, [N, HV].
+        b: write strength inputs, [N, HV].
+        out: results, [N, HV, V].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    out: Written[Tensor]
+
+
+class Gates(NamedTuple):
+    """What a layer does with its inputs.
+
+    Attributes:
+        A_log: [HV].
+        dt_bias: [HV].
+        scale: factor of the outputs; None is K^-0.5.
+        use_qk_l2norm: whether q and k are first scaled to length one per head.
+        beta_scale: largest write strength.
+    """
+
+    A_log: Tensor
+    dt_bias: Tensor
+    scale: float | None
+    use_qk_l2norm: bool
+    beta_scale: float
+
+    def output_scale(self, key_dim: int) -> float:
+        """Return the factor of the outputs, with its default."""
+        return key_dim**-0.5 if self.scale is None else self.scale
+
+
+class State(NamedTuple):
+    """Checkpoints of a layer.
+
+    Attributes:
+        values: [S, HV, V, K].
+        scale: factors of an int8 state, [S, HV, V, K / 32], else None.
+    """
+
+    values: Written[Tensor]
+    scale: Written[Tensor | None]
+
+
+class Batch(NamedTuple):
+    """Whose the rows are, and who folds.
+
+    Attributes:
+        cu_seqlens: row bounds of the requests, [B+1]; None: equally many rows each, and the ring's
+            cursors are those of the requests, [B].
+        slots: slot of each request, negative = padding, [B]; None: request b has slot b.
+        is_fold: requests that fold, [B]; None: see `fold_threshold`.
+        max_rows: most rows of one request.
+        fold_threshold: fewest live rows of a request that folds; None: nobody folds but `is_fold`.
+        keeps_padding: whether outputs of requests without a slot stay as they are, not zeroed.
+    """
+
+    cu_seqlens: Tensor | None
+    slots: Tensor | None
+    is_fold: Tensor | None
+    max_rows: int
+    fold_threshold: int | None = None
+    keeps_padding: bool = False
+
+    def num_requests(self, ring: RingView) -> int:
+        """Count the requests, padding included."""
+        return (ring.history_len if self.slots is None else self.slots).shape[0]

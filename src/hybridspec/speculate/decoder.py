@@ -1,0 +1,110 @@
+"""What a step works on, what it is asked for, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from hybridspec.models import HybridModel
+from hybridspec.ops.accept import RequestTable, StepResult, TokenLog
+from hybridspec.ops.sampling import SamplingUses
+from hybridspec.ops.verify_plan import Step
+from hybridspec.runtime import Pools, SamplingPool
+from hybridspec.speculate.forced import ForcedAcceptance
+from hybridspec.speculate.logprobs import LogprobReport
+
+__all__ = ["Asks", "Decoder", "Drafter", "Outcome"]
+
+Overflow = Callable[[Tensor, Sequence[tuple[int, Sequence[int]]]], Tensor | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asks:
+    """What some request of a batch may need; saying more than is true costs time only.
+
+    Attributes:
+        uses: parts of choosing a token.
+        num_logprobs: most likely tokens to report beside the chosen ones; None reports nothing.
+        has_confidences: whether the drafter says how sure it is.
+        overflow: what the table of sampling parameters cannot hold: called with logits and, for
+            each row, its slot and the tokens in front of it; may edit the logits, and returns a
+            mask for `choose` or None. A step that has it waits for the host.
+    """
+
+    uses: SamplingUses
+    num_logprobs: int | None = None
+    has_confidences: bool = False
+    overflow: Overflow | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a step found, on the device.
+
+    Attributes:
+        result: tokens, counts, folds and ends of each request of the batch.
+        report: log-probabilities of the rows' tokens, None if nobody asked.
+    """
+
+    result: StepResult
+    report: LogprobReport | None = None
+
+
+class Drafter(Protocol):
+    """Proposes tokens; the output of a request never depends on what it proposes."""
+
+    def absorb(self, next_tokens: Tensor, hidden: Tensor, step: Step) -> Tensor:
+        """Take in rows of the target: hidden [N, D] and the tokens [N] that follow them."""
+        ...
+
+    def propose(self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks) -> None:
+        """Store drafts, confidences and their number in `decoder.requests`.
+
+        Args:
+            decoder: the cursors stand behind the rows that were absorbed.
+            last_hidden: what `absorb` gave for each request's last committed row, [B, D].
+            slots: slot of each request, -1 where nothing is to be drafted, [B] int32.
+            asks: what the requests may need.
+        """
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Decoder:
+    """Model and memories.
+
+    Attributes:
+        model: the target model.
+        pools: the logs of all requests, and their cursors.
+        requests: newest tokens, drafts and limits of all slots.
+        sampling: how each slot's tokens are chosen.
+        drafter: proposes tokens.
+        forced: replaces which drafts stand; None: those that are right.
+    """
+
+    model: HybridModel
+    pools: Pools
+    requests: RequestTable
+    sampling: SamplingPool
+    drafter: Drafter
+    forced: ForcedAcceptance | None = None
+
+    def history(self, slot: int, seq_len: Tensor) -> list[int]:
+        """Read a slot's tokens up to the newest from the log; on a device this waits.
+
+        Args:
+            slot: which.
+            seq_len: position of the newest token of each slot, [S] int32.
+        """
+        pools = self.pools
+        length = int(seq_len[slot]) + 1
+        pages = pools.page_table[slot, : -(-length // pools.page_size)].long()
+        return pools.token_pages[pages].flatten()[:length].tolist()
+
+    def log(self, seq_len: Tensor) -> TokenLog:
+        """Return the token log with its newest tokens at these positions, [S] int32."""
+        pools = self.pools
+        return TokenLog(token_pages=pools.token_pages, page_table=pools.page_table, seq_len=seq_len)

@@ -1,0 +1,76 @@
+"""Acceptance by force, to measure a rate of acceptance that weights at hand do not have.
+
+Every part of a step runs; only which drafts stand, and the drafter's confidences, come from here.
+What such a run writes is synthetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridspec.ops.sampling import philox
+
+__all__ = ["ForcedAcceptance"]
+
+_DRAW, _JUDGE = 1, 2  # streams of the generator
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedAcceptance:
+    """Accepts draft j, if all before it stand, with a probability around `rates[j - 1]`.
+
+    Each draft draws its own probability, P_j + spread (2 u - 1) cut to 0..1, has it for its
+    confidence, and stands if another draw is below it. Both draws are functions of slot and
+    position only, made where the step runs.
+
+    Attributes:
+        rates: P_1, P_2, ...; the last one counts for all further drafts.
+        spread: half the width of a draft's own probability.
+    """
+
+    rates: tuple[float, ...]
+    spread: float = 0.0
+
+    def confidence(self, slots: Tensor, positions: Tensor, index: int) -> Tensor:
+        """Return the probability of draft `index` (0 is the first) at its position, [B] fp32."""
+        rate = self.rates[min(index, len(self.rates) - 1)]
+        draw = _uniform(slots, positions, _DRAW)
+        return (rate + self.spread * (2 * draw - 1)).clamp(0, 1)
+
+    def judge(
+        self,
+        chosen: Tensor,
+        fed: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        confidences: Tensor,
+        vocab_size: int,
+    ) -> Tensor:
+        """Make chosen tokens agree with the next rows' drafts, or differ from them.
+
+        Args:
+            chosen: the target's token after each row, [N] int64; in.
+            fed: token of each row, [N] int64; in.
+            slots: slot of each row, [N] int32; in.
+            positions: position of the chosen token, [N] int64; in.
+            confidences: of the draft in the next row, [N] fp32; in.
+            vocab_size: tokens there are.
+
+        Returns:
+            Tokens [N] int64; rows without a next one get any.
+        """
+        draft = torch.roll(fed, -1)
+        stands = _uniform(slots, positions, _JUDGE) < confidences
+        other = torch.where(chosen == draft, (draft + 1) % vocab_size, chosen)
+        return torch.where(stands & (chosen >= 0), draft, other)
+
+
+def _uniform(slots: Tensor, positions: Tensor, stream: int) -> Tensor:
+    """Numbers in 0..1 of slots and positions, [N] fp32."""
+    zero = torch.zeros_like(positions).unsqueeze(-1)
+    counter = (positions.unsqueeze(-1), zero + stream, zero, zero)
+    words = philox(slots.clamp(min=0).long(), counter)
+    return words[:, 0, 0].to(torch.float32) * 2.0**-32

@@ -1,0 +1,118 @@
+"""One step of speculative decoding, on one page.
+
+Everything that a request needs lies in slot-keyed tensors on the device, so a step is a function of
+`lanes`, the slots of the batch: it reads nothing back, and can be launched before the host has seen
+what the step before it brought.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hybridspec.ops.ring import advance, commit
+from hybridspec.ops.verify_plan import Step
+from hybridspec.speculate.choose import choose_and_accept
+from hybridspec.speculate.decoder import Asks, Decoder, Outcome
+from hybridspec.speculate.plan import plan_rows
+
+__all__ = ["decode_step", "prefill_step"]
+
+
+def decode_step(
+    decoder: Decoder, lanes: Tensor, step: Step, *, num_rows: int, asks: Asks
+) -> Outcome:
+    """Verify every lane's drafts, commit what stands, and draft anew.
+
+    Args:
+        decoder: model, memories and the table of requests; in-out.
+        lanes: slots of the batch, -1 = padding, no slot twice, [B] int32; in.
+        step: where the plan goes, of B requests and at least `num_rows` rows; out.
+        num_rows: most rows, at least B; the most probable drafts come first.
+        asks: what the requests of the batch may need.
+
+    Returns:
+        What the step did, on the device.
+    """
+    pools, drafter = decoder.pools, decoder.drafter
+
+    # Plan: which rows of which requests. One that is done has none.
+    slots = plan_rows(decoder, lanes, step, num_rows=num_rows)
+
+    # Forward: every row is appended to the logs of its request, past the cursors.
+    hidden = decoder.model.forward(step, pools.memories)
+
+    # Choose the token after each row; accept the drafts that equal it, and one token more.
+    chosen, outcome = choose_and_accept(decoder, hidden, step, asks, seq_len=pools.seq_len)
+
+    # Absorb: the draft head sees every row; what it writes for rejected ones lies past its cursor.
+    num_committed = outcome.result.num_committed
+    last = (step.cu_seqlens[:-1] + num_committed - 1).clamp(min=0).long()
+    head_hidden = drafter.absorb(chosen.clamp(min=0), hidden, step)[last]
+
+    # Commit: every cursor moves over the committed rows. Nothing else does.
+    commit(
+        pools.seq_len,
+        pools.ring_start,
+        pools.history_len,
+        step.slots,
+        step.is_fold,
+        step.num_verify_tokens,
+        num_committed,
+        ring_capacity=pools.specs.options.ring_capacity,
+    )
+
+    # Propose and store: the drafts of the next step.
+    drafter.propose(decoder, head_hidden, slots, asks)
+    return outcome
+
+
+def prefill_step(
+    decoder: Decoder, step: Step, next_tokens: Tensor, complete: Tensor, asks: Asks
+) -> tuple[Tensor, Outcome | None]:
+    """Store prompt rows; the requests whose prompts they complete get a first token and drafts.
+
+    Args:
+        decoder: model, memories and the table of requests; in-out.
+        step: layout of the rows, with `is_prefill`; in.
+        next_tokens: the prompt's token after each row, [N] int64; where a prompt ends, the first
+            token of the answer is put there; in-out.
+        complete: which requests of the batch they complete, [C] int64; in.
+        asks: what the requests of the batch may need.
+
+    Returns:
+        Hidden states of all rows, [N, D], and what `complete` got, None if there are none.
+    """
+    pools, drafter, outcome = decoder.pools, decoder.drafter, None
+    hidden = decoder.model.forward(step, pools.memories)
+    last = (step.cu_seqlens[1:] - 1).long()[complete]
+    slots = step.slots[complete]
+    if complete.shape[0]:
+        # The newest token that is known is the prompt's last one.
+        newest = pools.seq_len.clone()
+        newest[slots] = step.kv_len[complete] - 1
+        chosen, outcome = choose_and_accept(
+            decoder, hidden[last], _one_row_each(slots), asks, seq_len=newest
+        )
+        next_tokens[last] = chosen.clamp(min=0)
+    head_hidden = drafter.absorb(next_tokens, hidden, step)
+    advance(pools.seq_len, step.slots, step.num_verify_tokens)
+    if complete.shape[0]:
+        drafter.propose(decoder, head_hidden[last], slots, asks)
+    return hidden, outcome
+
+
+def _one_row_each(slots: Tensor) -> Step:
+    """Lay out one row per request, as far as `choose_and_accept` looks at it."""
+    count = slots.shape[0]
+    step = Step.create(max_requests=count, max_rows=count, max_drafts=0, device=slots.device)
+    rows = torch.arange(count + 1, dtype=torch.int32, device=slots.device)
+    return replace(
+        step,
+        cu_seqlens=rows,
+        sources=rows[:count],
+        slots=slots,
+        num_verify_tokens=torch.ones_like(slots),
+    )

@@ -1,0 +1,23 @@
+"""The compiled kernel against the oracle on a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.norm_cases import GATE_CASES, check_gates
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", GATE_CASES)
+def test_kernel(name: str) -> None:
+    check_gates(name, torch.float32, "cuda", 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)], ids=["bf16", "fp16"]
+)
+def test_16_bits(dtype: torch.dtype, bound: float) -> None:
+    """One rounding of the result."""
+    check_gates("wide", dtype, "cuda", bound)
