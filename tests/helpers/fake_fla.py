@@ -13,6 +13,8 @@ from torch import Tensor
 
 __all__ = ["fake_chunk_gated_delta_rule"]
 
+_SEEN: list[Tensor] = []
+
 
 def fake_chunk_gated_delta_rule(
     q: Tensor,
@@ -30,6 +32,8 @@ def fake_chunk_gated_delta_rule(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence, chunk by chunk as they are listed."""
+    assert all(seen is not cu_seqlens for seen in _SEEN)  # it would go by its former values
+    _SEEN.append(cu_seqlens)
     assert output_final_state and state_v_first and initial_state.dtype == torch.float32
     assert all(x.is_contiguous() and x.shape[0] == 1 for x in (q, k, v, g, beta))
     ratio, bounds = v.shape[2] // q.shape[2], cu_seqlens.tolist()

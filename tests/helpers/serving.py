@@ -56,11 +56,11 @@ class Running:
 
     def client(self, key: str = "none", **options: object) -> openai.OpenAI:
         url = f"{self.url}/v1"
-        client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=120, **options)
+        client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=600, **options)
         self._clients.append(client)
         return client
 
-    def wait_idle(self, seconds: float = 30) -> None:
+    def wait_idle(self, seconds: float = 300) -> None:
         """Wait until nothing runs, and see that nothing was left behind."""
         assert self.llm is not None
         ends = time.monotonic() + seconds

@@ -29,6 +29,9 @@ Prompt = str | Mapping[str, Any]  # a text, or {"prompt": ...} or {"prompt_token
 class LLM:
     """A hybrid language model that decodes speculatively, exactly; threads may share it.
 
+    Ctrl-C is raised when the running step is done, so that it harms no other thread's request; a
+    second one comes through at once.
+
     A process that was forked from the one that made it cannot use it: make one in each process, and
     start processes with multiprocessing's "spawn" method.
 

@@ -146,6 +146,8 @@ class Server(uvicorn.Server):
             log_level="warning",
             access_log=False,
             server_header=False,
+            lifespan="on",
+            ws="none",
             timeout_graceful_shutdown=int(drain_s + _CLOSING_S) + 1,
         )
         super().__init__(config)

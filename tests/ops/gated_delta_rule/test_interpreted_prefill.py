@@ -12,6 +12,7 @@ from helpers.gdn_cases import Dtypes, Geometry
 from helpers.gdn_prompts import Prompts
 from helpers.tolerances import KERNEL_FACTOR
 from hybridspec.errors import UnsupportedError
+from hybridspec.ops import gated_delta_rule
 from hybridspec.ops.gated_delta_rule import fla
 
 pytestmark = pytest.mark.interpreted
@@ -80,6 +81,20 @@ def test_slices_of_one_projection() -> None:
     out = torch.full((23, 4, 40), torch.nan, dtype=F16)[:, :, 4:-4]
     again.run(backend="fla", out=out, **slices)
     torch.testing.assert_close(out, right, rtol=2e-3, atol=2e-3)
+
+
+def test_bounds_may_be_changed_in_place() -> None:
+    prompts = Prompts.create(20, 3, dtypes=DTYPES)
+    call = prompts.call() | {"backend": "fla"}
+    gated_delta_rule.prefill(**call)
+    call["cu_seqlens"][1] = 7
+    found = gated_delta_rule.prefill(**call)
+    again = Prompts.create(20, 3, dtypes=DTYPES)
+    again.run(backend="reference")
+    right = gated_delta_rule.prefill(
+        **again.call() | {"cu_seqlens": call["cu_seqlens"], "backend": "reference"}
+    )
+    torch.testing.assert_close(found, right, rtol=4e-3, atol=4e-3)
 
 
 def test_what_it_refuses() -> None:

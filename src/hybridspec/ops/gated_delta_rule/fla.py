@@ -120,6 +120,7 @@ def _warn_once(reason: str) -> None:
 
 
 def _explain(rows: Rows, gates: Gates, state: State, batch: Batch, chunk_size: int) -> str | None:
+    assert batch.slots is not None
     q, k, v, a, b, out = rows
     named = [("q", q), ("k", k), ("v", v), ("a", a), ("b", b), ("out", out)]
     named += [("A_log", gates.A_log), ("dt_bias", gates.dt_bias), ("state", state.values)]
@@ -149,6 +150,7 @@ def prefill(
     run = library()
     assert not isinstance(run, str)
     q, out, cu_seqlens, slots = rows.q, rows.out, batch.cu_seqlens, batch.slots
+    assert cu_seqlens is not None and slots is not None
     if q.shape[0] == 0 or slots.shape[0] == 0:
         out.zero_()
         return
@@ -163,7 +165,8 @@ def prefill(
                 initial_state=initial,
                 output_final_state=True,
                 state_v_first=True,
-                cu_seqlens=cu_seqlens,
+                # An object of its own: the library remembers what it derived from one it has seen.
+                cu_seqlens=cu_seqlens.view(-1),
                 chunk_indices=chunks,
                 chunk_size=chunk_size,
             )
