@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.choice_cases import ChoiceCase, random_case
-from hybridspec.ops.sampling import NO_TOKEN, SamplingUses, choose
+from hybridspec.ops.sampling import NO_TOKEN, SamplingUses, choose, explain_choose
 from hybridspec.ops.sampling.naive import score_row
 from hybridspec.runtime import SlotOptions
 
@@ -173,3 +173,10 @@ def test_wrong_calls(name: str, value: Any, error: type[Exception], text: str) -
     }
     with pytest.raises(error, match=text):
         choose(**{**given, name: value})
+
+
+def test_backends_are_explained() -> None:
+    reasons = explain_choose(torch.device("cpu"))
+    assert list(reasons) == ["reference", "triton"]
+    assert reasons["reference"] is None
+    assert reasons["triton"] == "the tensors are not on a CUDA device"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .choose import NO_TOKEN, choose
+from .choose import NO_TOKEN, choose, explain_choose
 from .gumbel import gumbel_noise, philox
 from .table import COUNT_MASK, IN_PROMPT, SamplingTable, SamplingUses
 
@@ -13,6 +13,7 @@ __all__ = [
     "SamplingTable",
     "SamplingUses",
     "choose",
+    "explain_choose",
     "gumbel_noise",
     "philox",
 ]
