@@ -38,6 +38,7 @@ __all__ = ["Engine"]
 
 _log = logging.getLogger("hybridspec")
 
+CAPTURED_OPS = ("gated_delta_rule", "causal_conv1d", ATTENTION)
 MOST_CAPTURED = 256  # requests of the largest captured step
 PENALTY_ROWS = 64  # requests with penalties at a time, on a device; more of them wait
 
@@ -109,7 +110,10 @@ class Engine:
     def _can_capture(self, drafter: ListDrafter | None) -> bool:
         """Whether steps can be captured: on a device, where no step waits for the host."""
         is_device = self.pools.device.type == "cuda"
-        return is_device and drafter is None and not self.config.enforce_eager
+        # Plain PyTorch reads the batch on the host.
+        backends = self.resolved.backends
+        reads = any(backends.get(op, ("",))[0] == "reference" for op in CAPTURED_OPS)
+        return is_device and drafter is None and not reads and not self.config.enforce_eager
 
     def _decoder(self, drafter: ListDrafter | None) -> Decoder:
         """Put together what steps work on."""

@@ -38,14 +38,12 @@ EDITS = ("HAS_COUNTS", "HAS_BIAS", "HAS_WORDS", "HAS_MASKS", "HAS_MASK")
 
 
 def variants():
-    """Yield each kernel with the constants of its heaviest launch."""
-    everything = {"HAS_NOISE": True, "HAS_FILTERS": True, **SIZES}
-    for kernel in (
-        triton_choose.scan_kernel,
-        triton_choose.pick_kernel,
-        triton_choose.weigh_kernel,
-    ):
-        yield kernel, {n: v for n, v in everything.items() if n in kernel.arg_names}
+    """Yield each kernel with the constants of its launches, the heaviest last."""
+    for has_noise, has_filters in ((False, False), (True, False), (True, True)):
+        everything = {"HAS_NOISE": has_noise, "HAS_FILTERS": has_filters, **SIZES}
+        for kernel in (triton_choose.scan_kernel, triton_choose.pick_kernel):
+            yield kernel, {n: v for n, v in everything.items() if n in kernel.arg_names}
+    yield triton_choose.weigh_kernel, {n: SIZES[n] for n in ("TILES", "SPLITS", "BLOCK")}
     yield triton_edit.edit_kernel, {**dict.fromkeys(EDITS, True), "BLOCK": TILE, "GROUP": 64}
 
 

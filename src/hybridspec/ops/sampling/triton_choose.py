@@ -248,6 +248,7 @@ def pick_kernel(
                 least = tl.full([], NOTHING, tl.float32)
                 limit = tl.full([], BROKEN, tl.float64)
                 min_p = 0.0
+                top_p = tl.full([], 1.0, tl.float32)
                 is_pair = False
                 if HAS_FILTERS:
                     top_k = tl.load(top_k_ptr + slot)
