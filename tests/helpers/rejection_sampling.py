@@ -1,13 +1,35 @@
-"""The textbook rule of speculative sampling, to compare with."""
+"""How many drafts survive: the rule of drafts that are the plain tokens, and the textbook's."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hybridspec.ops.sampling import accept_drafts
+__all__ = ["accept_drafts", "rejection_sample"]
 
-__all__ = ["rejection_sample"]
+
+def accept_drafts(sampled: Tensor, draft_tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Count the drafts that equal what was sampled at the row before, and so do all before them.
+
+    Args:
+        sampled: token sampled after each row, [N].
+        draft_tokens: token fed to each row, [N]; a request's first is not looked at.
+        cu_seqlens: row offsets of the requests, [B+1].
+
+    Returns:
+        Accepted drafts per request, [B], int32, at most T_b - 1, and 0 where T_b = 0.
+    """
+    if sampled.shape[0] == 0:
+        return torch.zeros(cu_seqlens.shape[0] - 1, dtype=torch.int32, device=sampled.device)
+    # Entries that straddle two requests are computed too and cut off by the clamp.
+    num_rows = sampled.shape[0]
+    num_rejected = torch.zeros(num_rows, dtype=torch.int64, device=sampled.device)
+    torch.cumsum(draft_tokens[1:] != sampled[:-1], 0, out=num_rejected[1:])
+    starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    rejected_before = num_rejected[starts.clamp(max=num_rows - 1)]
+    first = torch.searchsorted(num_rejected, rejected_before, right=True)
+    limit = (ends - starts - 1).clamp_(min=0)
+    return torch.minimum(first - 1 - starts, limit).clamp_(min=0).to(torch.int32)
 
 
 def rejection_sample(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers.attention_cases import make_attention_batch
+from helpers.choice_cases import random_case as random_choices
 from helpers.conv_cases import make_conv_batch
 from helpers.gdn_cases import Case, Dtypes, VerifyCall
 from helpers.plan_cases import random_case, run_plan
@@ -18,7 +19,7 @@ from helpers.torch_globals import GLOBALS
 from hybridspec.ops import causal_conv1d, paged_attention
 from hybridspec.ops.norms import gdn_gates
 from hybridspec.ops.rotary import norm_and_rotate
-from hybridspec.ops.sampling import gumbel_noise, sample
+from hybridspec.ops.sampling import gumbel_noise
 from hybridspec.ops.verify_plan import cpu
 
 F32 = torch.float32
@@ -55,13 +56,11 @@ def gates() -> Run:
 
 
 def sampling() -> Run:
-    logits = 3 * torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
-    seeds, positions, ones = torch.arange(6), torch.arange(6) + 9, torch.ones(6)
-    top_k = torch.full((6,), 20, dtype=torch.int32)
+    seeds, positions = torch.arange(6), torch.arange(6) + 9
+    case = random_choices(9, slots=5, drafts=2)
 
     def run() -> list[Tensor]:
-        noise = gumbel_noise(seeds, positions, 50)
-        return [noise, sample(logits, ones, top_k, 0.9 * ones, 0.01 * ones, noise)]
+        return [gumbel_noise(seeds, positions, 50), case.choose()]
 
     return run
 

@@ -11,6 +11,7 @@ from hybridspec.errors import UnsupportedError
 from hybridspec.models import ModelConfig
 from hybridspec.models.hybrid import MIXERS
 from hybridspec.models.layers import ATTENTION, PROMPT_ATTENTION
+from hybridspec.ops.sampling import explain_choose
 from hybridspec.runtime import MemorySpecs, Pools
 
 __all__ = ["Choices", "choose_backends"]
@@ -75,7 +76,7 @@ def choose_backends(
             choices[op] = _choice(refusals, requested, is_asked_for=op == ATTENTION)
     for op in (ATTENTION, PROMPT_ATTENTION):
         choices.setdefault(op, ("reference", "no layer attends"))
-    choices["sampling"] = ("reference", "plain PyTorch, the only backend of this op")
+    choices["sampling"] = _choice(explain_choose(device), "auto", is_asked_for=False)
     _log.info("attention: %s, prompts: %s", choices[ATTENTION][0], choices[PROMPT_ATTENTION][0])
     return choices
 

@@ -21,8 +21,11 @@ if __name__ == "__main__":
     print(
         json.dumps(
             [
-                compiled(look_up_kernel, CONSTANTS, types, capability, {"num_warps": 8})
+                compiled(
+                    look_up_kernel, {**CONSTANTS, **extra}, types, capability, {"num_warps": 8}
+                )
                 for capability in map(int, sys.argv[1:])
+                for extra in ({}, {"count": 1, "BLOCK_DRAFTS": 1, "page_size": 1})
             ]
         )
     )

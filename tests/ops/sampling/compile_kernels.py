@@ -37,20 +37,37 @@ SIZES = {"TILES": 128, "SPLITS": 8, "BLOCK": TILE}
 EDITS = ("HAS_COUNTS", "HAS_BIAS", "HAS_WORDS", "HAS_MASKS", "HAS_MASK")
 
 
+# Of a vocabulary of one tile: Triton compiles integers that are 1 in.
+ONE_TILE = {"num_tiles": 1, "tiles_per_program": 1, "TILES": 1, "SPLITS": 1, "BLOCK": 512}
+
+
 def variants():
     """Yield each kernel with the constants of its launches, the heaviest last."""
-    for has_noise, has_filters in ((False, False), (True, False), (True, True)):
-        everything = {"HAS_NOISE": has_noise, "HAS_FILTERS": has_filters, **SIZES}
+    switches = ("HAS_NOISE", "HAS_FILTERS")
+    for flags in ((False, False), (True, False), (True, True)):
         for kernel in (triton_choose.scan_kernel, triton_choose.pick_kernel):
-            yield kernel, {n: v for n, v in everything.items() if n in kernel.arg_names}
-    yield triton_choose.weigh_kernel, {n: SIZES[n] for n in ("TILES", "SPLITS", "BLOCK")}
-    yield triton_edit.edit_kernel, {**dict.fromkeys(EDITS, True), "BLOCK": TILE, "GROUP": 64}
+            yield kernel, {**dict(zip(switches, flags, strict=True)), **SIZES}
+    everything = dict.fromkeys((*switches, *EDITS), True)
+    kernels = (triton_choose.scan_kernel, triton_choose.pick_kernel, triton_choose.weigh_kernel)
+    for kernel in kernels:
+        yield kernel, {**everything, **ONE_TILE}
+    yield triton_choose.weigh_kernel, SIZES
+    edits = {**dict.fromkeys(EDITS, False), "BLOCK": TILE, "GROUP": 64}
+    for name in EDITS:
+        yield triton_edit.edit_kernel, {**edits, name: True}
+    yield triton_edit.edit_kernel, {**edits, **everything}
 
 
 if __name__ == "__main__":
     options = {"num_warps": 8, "enable_fp_fusion": False}
     reports = [
-        compiled(kernel, constants, TYPES, capability, options)
+        compiled(
+            kernel,
+            {name: value for name, value in constants.items() if name in kernel.arg_names},
+            TYPES,
+            capability,
+            options,
+        )
         for kernel, constants in variants()
         for capability in map(int, sys.argv[1:])
     ]

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.chi_square import chi_square_p_value
-from helpers.rejection_sampling import rejection_sample
-from hybridspec.ops.sampling import accept_drafts, gumbel_noise, sample
+from helpers.plain_choice import choose_plain
+from helpers.rejection_sampling import accept_drafts, rejection_sample
+from hybridspec.ops.sampling import gumbel_noise
 
 lengths_and_rows = st.lists(st.integers(0, 5), min_size=1, max_size=6).flatmap(
     lambda lengths: st.tuples(
@@ -70,9 +71,9 @@ def decode(drafts: Tensor) -> tuple[Tensor, Tensor]:
     """
     num_rows = drafts.shape[1]
     seeds = torch.arange(COUNT).repeat_interleave(num_rows)
-    noise = gumbel_noise(seeds, torch.arange(num_rows).repeat(COUNT), 6)
     logits = TARGET.log().expand(len(seeds), 6)
-    plain = sample(logits, torch.ones(len(seeds)), None, None, None, noise)
+    positions = torch.arange(num_rows).repeat(COUNT) + 1
+    plain = choose_plain(logits, torch.ones(len(seeds)), seeds=seeds, positions=positions)
     bounds = torch.arange(COUNT + 1, dtype=torch.int32) * num_rows
     accepted = accept_drafts(plain, drafts.flatten(), bounds).long()[:, None]
     plain = plain.view(COUNT, num_rows)
@@ -95,11 +96,13 @@ def test_output_does_not_depend_on_the_drafter() -> None:
 
 
 def test_a_drafter_with_the_same_noise_agrees_often() -> None:
-    noise = gumbel_noise(torch.arange(COUNT), torch.zeros(COUNT, dtype=torch.int64), 6)
-    ones = torch.ones(COUNT)
-    target = sample(TARGET.log().expand(COUNT, 6), ones, None, None, None, noise)
-    draft = sample(DRAFT.log().expand(COUNT, 6), ones, None, None, None, noise)
-    other = sample(DRAFT.log().expand(COUNT, 6), ones, None, None, None, noise.roll(1, 0))
+    seeds, ones = torch.arange(COUNT), torch.ones(COUNT)
+
+    def choose(probs: Tensor, seeds: Tensor) -> Tensor:
+        return choose_plain(probs.log().expand(COUNT, 6), ones, seeds=seeds, positions=ones)
+
+    target, draft = choose(TARGET, seeds), choose(DRAFT, seeds)
+    other = choose(DRAFT, seeds.roll(1))
     with_noise, without = (target == draft).float().mean(), (target == other).float().mean()
     assert with_noise > without + 0.2
 
@@ -207,12 +210,3 @@ def test_no_rows() -> None:
     empty = torch.zeros(0, 4)
     accepted, following = rejection_sample(empty, empty, none, bounds, empty[:, 0], empty)
     assert accepted.tolist() == [0, 0] and following.tolist() == [-1, -1]
-
-
-def test_wrong_calls() -> None:
-    tokens = torch.zeros(3, dtype=torch.int64)
-    bounds = torch.tensor([0, 3], dtype=torch.int32)
-    with pytest.raises(ValueError, match="draft_tokens: expected shape"):
-        accept_drafts(tokens, tokens[:2], bounds)
-    with pytest.raises(TypeError, match="cu_seqlens: expected dtype int32, int64, got float32"):
-        accept_drafts(tokens, tokens, bounds.float())

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.chi_square import chi_square_p_value
 from helpers.choice_cases import ChoiceCase, random_case
-from hybridspec.ops.sampling import NO_TOKEN, SamplingTable, SamplingUses, choose
+from hybridspec.ops.sampling import NO_TOKEN, SamplingUses, choose, explain_choose
 from hybridspec.ops.sampling.naive import score_row
 from hybridspec.runtime import SlotOptions
 
@@ -124,55 +123,6 @@ def test_equals_give_the_lowest_token() -> None:
     assert case.choose().tolist() == [5] * case.slots.shape[0]
 
 
-@pytest.mark.parametrize(
-    ("filters", "kept"),
-    [
-        ({}, [0, 1, 2, 3, 4, 5]),
-        ({"top_k": 3}, [0, 2, 4]),
-        ({"top_p": 0.7}, [0, 2, 4]),
-        ({"min_p": 0.2}, [0, 2, 3, 4, 5]),
-        ({"top_k": 4, "top_p": 0.8}, [0, 2, 3, 4, 5]),  # two equals stay or go together
-    ],
-    ids=["none", "top_k", "top_p", "min_p", "both"],
-)
-def test_tokens_are_distributed_as_probabilities(
-    filters: dict[str, float], kept: list[int]
-) -> None:
-    """Over seeds, by a chi-square test that sees a temperature that is a fifth too high."""
-    count, probs = 20_000, torch.tensor([0.35, 0.05, 0.25, 0.1, 0.15, 0.1])
-    expected = torch.zeros_like(probs)
-    expected[kept] = probs[kept]
-    table = SamplingTable.create(count, 6)
-    table.seed.copy_(torch.arange(count))
-    table.temperature.fill_(0.8)
-    for name, value in filters.items():
-        getattr(table, name).fill_(value)
-    slots, zeros = torch.arange(count, dtype=torch.int32), torch.zeros(count, 1).int()
-
-    def p_value(logits: torch.Tensor) -> float:
-        tokens = choose(
-            logits.expand(count, 6), slots, zeros[:, 0], table, zeros[:, 0], zeros[:, :0].long(),
-            zeros, zeros,
-        )  # fmt: skip
-        return chi_square_p_value(tokens.bincount(minlength=6), expected / expected.sum())
-
-    assert p_value(probs.log() * 0.8) > 1e-3
-    assert p_value(probs.log() * 0.8 / 1.2) < 1e-6
-
-
-def test_the_seed_and_the_position_matter() -> None:
-    case = random_case(8, chance=0)
-    case.table.temperature.fill_(1.0)
-    case.logits.mul_(0.1)
-    first = case.choose()
-    assert torch.equal(first, case.choose())
-    for column in (case.table.seed, case.seq_len):
-        column.add_(1)
-        changed = case.choose()
-        assert (changed != first).float().mean() > 0.5
-        first = changed
-
-
 def test_mask_of_the_host() -> None:
     case = random_case(4, chance=0)
     num_rows, vocab = case.logits.shape
@@ -223,3 +173,10 @@ def test_wrong_calls(name: str, value: Any, error: type[Exception], text: str) -
     }
     with pytest.raises(error, match=text):
         choose(**{**given, name: value})
+
+
+def test_backends_are_explained() -> None:
+    reasons = explain_choose(torch.device("cpu"))
+    assert list(reasons) == ["reference", "triton"]
+    assert reasons["reference"] is None
+    assert reasons["triton"] == "the tensors are not on a CUDA device"

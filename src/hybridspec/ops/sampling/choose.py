@@ -13,7 +13,7 @@ from .._triton_support import explain_tensors
 from . import cpu
 from .table import SamplingTable, SamplingUses
 
-__all__ = ["NO_TOKEN", "choose"]
+__all__ = ["NO_TOKEN", "choose", "explain_choose"]
 
 NO_TOKEN = -1  # where nothing can be chosen
 
@@ -95,6 +95,16 @@ def choose(
         uses or _EVERYTHING, out, backend=backend,
     )  # fmt: skip
     return out
+
+
+def explain_choose(device: torch.device) -> dict[str, str | None]:
+    """Say of each backend, in order of preference, why it cannot serve a device, or None."""
+    slots = torch.zeros(1, dtype=torch.int32, device=device)
+    pages, drafts = slots.view(1, 1), slots.view(1, 1).long()
+    return _choose.explain(
+        slots.view(1, 1).float(), slots, slots, SamplingTable.create(1, 1, device=device), slots,
+        drafts, pages, pages, None, _EVERYTHING, drafts[0],
+    )  # fmt: skip
 
 
 _ARGUMENTS = (

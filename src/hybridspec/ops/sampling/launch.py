@@ -100,20 +100,10 @@ def choose(
     has_filters = uses.has_noise and uses.has_filters
     grid = (num_rows, triton.cdiv(num_tiles, config.tiles_per_program))
     if uses.has_edits or mask is not None:
-        with torch.cuda.device_of(logits):
-            triton_edit.edit_kernel[grid](
-                logits, slots, offsets, seq_len, drafts, token_pages, page_table,
-                slots if mask is None else mask, table.repetition, table.frequency, table.presence,
-                table.ends_from, table.end_bits, table.allowed_bits, table.count_row, table.counts,
-                table.bias_start, table.bias_len, table.bias_tokens, table.bias_values,
-                table.word_start, table.word_len, table.word_bounds, table.word_tokens, vocab,
-                table.end_bits.shape[1], token_pages.shape[1], config.tiles_per_program,
-                logits.stride(0), drafts.stride(0), token_pages.stride(0), page_table.stride(0),
-                0 if mask is None else mask.stride(0), HAS_COUNTS=uses.has_counts,
-                HAS_BIAS=uses.has_bias, HAS_WORDS=uses.has_words, HAS_MASKS=uses.has_masks,
-                HAS_MASK=mask is not None, BLOCK=block, GROUP=_GROUP, num_warps=config.num_warps,
-                **_EXACT,
-            )  # fmt: skip
+        _edit(
+            logits, slots, offsets, table, seq_len, drafts, token_pages, page_table, mask, uses,
+            grid, config, block,
+        )  # fmt: skip
     scratch = _Scratch.of(num_rows, num_tiles, splits, logits.device)
     columns = (logits, slots, offsets, seq_len, table.temperature, table.seed)
     sizes = {"vocab": vocab, "num_tiles": num_tiles, "row_stride": logits.stride(0)}
@@ -137,3 +127,35 @@ def choose(
                 tiles_per_program=triton.cdiv(num_tiles, splits), **sizes, TILES=tiles,
                 SPLITS=triton.next_power_of_2(splits), **options,
             )  # fmt: skip
+
+
+def _edit(
+    logits: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    table: SamplingTable,
+    seq_len: Tensor,
+    drafts: Tensor,
+    token_pages: Tensor,
+    page_table: Tensor,
+    mask: Tensor | None,
+    uses: SamplingUses,
+    grid: tuple[int, int],
+    config: LaunchConfig,
+    block: int,
+) -> None:
+    """Apply the options that change logits, in place."""
+    with torch.cuda.device_of(logits):
+        triton_edit.edit_kernel[grid](
+            logits, slots, offsets, seq_len, drafts, token_pages, page_table,
+            slots if mask is None else mask, table.repetition, table.frequency, table.presence,
+            table.ends_from, table.end_bits, table.allowed_bits, table.count_row, table.counts,
+            table.bias_start, table.bias_len, table.bias_tokens, table.bias_values,
+            table.word_start, table.word_len, table.word_bounds, table.word_tokens,
+            logits.shape[1], table.end_bits.shape[1], token_pages.shape[1],
+            config.tiles_per_program, logits.stride(0), drafts.stride(0), token_pages.stride(0),
+            page_table.stride(0), 0 if mask is None else mask.stride(0),
+            HAS_COUNTS=uses.has_counts, HAS_BIAS=uses.has_bias, HAS_WORDS=uses.has_words,
+            HAS_MASKS=uses.has_masks, HAS_MASK=mask is not None, BLOCK=block, GROUP=_GROUP,
+            num_warps=config.num_warps, **_EXACT,
+        )  # fmt: skip

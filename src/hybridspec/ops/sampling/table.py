@@ -17,8 +17,6 @@ __all__ = [
     "IN_PROMPT",
     "SamplingTable",
     "SamplingUses",
-    "count_tokens",
-    "is_end",
 ]
 
 IN_PROMPT = -(2**15)  # the sign bit of a count
@@ -182,48 +180,3 @@ class SamplingTable:
     def of(cls, tensors: Iterable[Tensor]) -> SamplingTable:
         """Name the tensors that `tensors` listed."""
         return cls(**dict(zip(cls.__slots__, tensors, strict=True)))
-
-
-def count_tokens(table: SamplingTable, slots: Tensor, tokens: Tensor, num: Tensor) -> None:
-    """Add committed tokens to the counts of the slots that keep any; nothing else is touched.
-
-    Shapes are fixed and no value is read, so a CUDA graph can hold it.
-
-    Args:
-        table: its `counts`; in-out.
-        slots: [B] int32, each at most once, -1 = nobody; in.
-        tokens: [B, T] int64; in.
-        num: how many of the lane's tokens count, the first ones, [B] int32; in.
-    """
-    if table.counts.shape[0] == 0:
-        return
-    row = torch.where(slots >= 0, table.count_row[slots.clamp(min=0).long()], -1)
-    place = torch.arange(tokens.shape[1], device=tokens.device)
-    is_live = (row >= 0).unsqueeze(-1) & (place < num.unsqueeze(-1)) & (tokens >= 0)
-    index = row.clamp(min=0).unsqueeze(-1) * table.counts.shape[1] + tokens
-    index = torch.where(is_live, index, 0)
-    flat = table.counts.view(-1)
-    is_same = (tokens.unsqueeze(-1) == tokens.unsqueeze(-2)) & is_live.unsqueeze(-2)
-    num_before = (is_same & (place < place.unsqueeze(-1))).sum(-1)
-    has_room = num_before < COUNT_MASK - (flat[index] & COUNT_MASK)
-    # A dead lane adds 0 to some count: nothing is written that was not there.
-    flat.scatter_add_(0, index.view(-1), (is_live & has_room).view(-1).to(torch.int16))
-
-
-def is_end(table: SamplingTable, slots: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Say which tokens end their request: an end token at a position where it may stand.
-
-    Args:
-        table: its `end_bits` and `ends_from`; in.
-        slots: integer, -1 = nobody; in.
-        positions: where the tokens stand, integer; in.
-        tokens: int64, negative = none; in. The three are broadcast against each other.
-
-    Returns:
-        Bool, of the shape that they have together.
-    """
-    slot = slots.clamp(min=0).long()
-    token = tokens.clamp(min=0)
-    word = table.end_bits[slot, (token >> 5).clamp(max=table.end_bits.shape[1] - 1)]
-    is_marked = (word >> (token & 31) & 1).to(torch.bool)
-    return is_marked & (positions >= table.ends_from[slot]) & (slots >= 0) & (tokens >= 0)

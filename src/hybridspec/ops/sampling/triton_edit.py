@@ -128,17 +128,7 @@ def edit_kernel(
             for tile_begin in range(begin, end, BLOCK):
                 index = tile_begin + tl.arange(0, BLOCK)
                 is_token = index < end
-                x = tl.load(row_ptr + index, mask=is_token, other=0.0)
-                is_changed = index < 0
-                if count_row >= 0:
-                    held = tl.load(
-                        counts_ptr + count_row * vocab + index, mask=is_token, other=0
-                    ).to(tl.int32)
-                    x, is_changed = penalise(
-                        x, index, held, slot_drafts_ptr, offset,
-                        tl.load(repetition_ptr + slot), tl.load(frequency_ptr + slot),
-                        tl.load(presence_ptr + slot),
-                    )  # fmt: skip
+                is_forbidden = index < 0
                 if HAS_MASKS or HAS_MASK:
                     word = index >> 5
                     allowed = tl.full([BLOCK], -1, tl.int32)
@@ -153,9 +143,20 @@ def edit_kernel(
                             mask_ptr + row * mask_stride + word, mask=is_token, other=-1
                         )
                     is_forbidden = ((allowed >> (index & 31)) & 1) == 0
-                    is_forbidden = is_forbidden & (x < BROKEN)
-                    x = tl.where(is_forbidden, NOTHING, x)
-                    is_changed = is_changed | is_forbidden
+                # Most rows forbid little, so little is read.
+                is_changed = is_forbidden | (index * 0 + count_row >= 0)
+                x = tl.load(row_ptr + index, mask=is_token & is_changed, other=0.0)
+                if count_row >= 0:
+                    held = tl.load(
+                        counts_ptr + count_row * vocab + index, mask=is_token, other=0
+                    ).to(tl.int32)
+                    x, is_seen = penalise(
+                        x, index, held, slot_drafts_ptr, offset,
+                        tl.load(repetition_ptr + slot), tl.load(frequency_ptr + slot),
+                        tl.load(presence_ptr + slot),
+                    )  # fmt: skip
+                    is_changed = is_forbidden | is_seen
+                x = tl.where(is_forbidden & (x < BROKEN), NOTHING, x)
                 tl.store(row_ptr + index, x, mask=is_token & is_changed)
 
         if HAS_WORDS:
