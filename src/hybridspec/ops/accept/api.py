@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import INTEGERS, Dims, check, check_dtype
-from .._library import kernel_or_reference, register
-from .._triton_support import explain_tensors
-from . import cpu
-from .table import Batch, Counts, Ends, RequestTable, StepResult, TokenLog
+from hybridspec.ops._checks import INTEGERS, Dims, check, check_dtype
+from hybridspec.ops._library import register_kernel
+from hybridspec.ops._triton_support import explain_tensors
+from hybridspec.ops.accept import cpu
+from hybridspec.ops.accept.table import Batch, Counts, Ends, RequestTable, StepResult, TokenLog
 
 __all__ = ["accept_rows"]
 
@@ -131,6 +131,4 @@ def _launch(*arguments: Any) -> None:
     launch.accept_rows(*arguments)
 
 
-_accept_rows = register(
-    "accept.accept_rows", kernel_or_reference(_explain, _launch, cpu.accept_rows), _check
-)
+_accept_rows = register_kernel("accept.accept_rows", _explain, _launch, cpu.accept_rows, _check)

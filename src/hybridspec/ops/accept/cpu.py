@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._library import Written
-from .naive import accept_one
-from .table import Batch, Counts, Ends, RequestTable, StepResult, TokenLog
+from hybridspec.ops._library import Written
+from hybridspec.ops.accept.naive import accept_one
+from hybridspec.ops.accept.table import Batch, Counts, Ends, RequestTable, StepResult, TokenLog
 
 __all__ = ["accept_rows"]
 

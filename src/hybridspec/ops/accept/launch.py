@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import triton_accept
-from .table import Batch, Counts, Ends, RequestTable, StepResult, TokenLog
+from hybridspec.ops.accept import triton_accept
+from hybridspec.ops.accept.table import Batch, Counts, Ends, RequestTable, StepResult, TokenLog
 
 __all__ = ["accept_rows"]
 

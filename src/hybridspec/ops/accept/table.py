@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from .._library import Written
+from hybridspec.ops._library import Written
 
 __all__ = ["Batch", "Counts", "Ends", "RequestTable", "StepResult", "Taken", "TokenLog"]
 

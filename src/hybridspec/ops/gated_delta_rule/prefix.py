@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._checks import Dims, check, check_devices, check_dtype, check_option
-from hybridspec.ops._library import Written, kernel_or_reference, register
+from hybridspec.ops._library import Written, register_kernel
 from hybridspec.ops._triton_support import round_up_to_power_of_two
 from hybridspec.ops.gated_delta_rule.call import State
 from hybridspec.ops.gated_delta_rule.contracts import check_pools
@@ -207,8 +207,6 @@ def _launch(
         )  # fmt: skip
 
 
-_materialize_rows = register(
-    "gated_delta_rule.materialize_rows",
-    kernel_or_reference(explain_advance, _launch, _reference),
-    _check,
+_materialize_rows = register_kernel(
+    "gated_delta_rule.materialize_rows", explain_advance, _launch, _reference, _check
 )

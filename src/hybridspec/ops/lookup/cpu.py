@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from .._library import Written
+from hybridspec.ops._library import Written
 
 __all__ = ["look_up"]
 

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .triton_look_up import look_up_kernel
+from hybridspec.ops.lookup.triton_look_up import look_up_kernel
 
 __all__ = ["look_up"]
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import Dims, check, check_dtype, check_last_stride, check_option
-from .._library import kernel_or_reference, register
-from .._triton_support import explain_tensors
-from . import cpu
+from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride, check_option
+from hybridspec.ops._library import register_kernel
+from hybridspec.ops._triton_support import explain_tensors
+from hybridspec.ops.lookup import cpu
 
 __all__ = ["look_up"]
 
@@ -93,9 +93,9 @@ def _explain(token_pages: Tensor, *others: object) -> str | None:
 
 
 def _launch(*arguments: Any) -> None:
-    from .launch import look_up as run
+    from hybridspec.ops.lookup.launch import look_up as run
 
     run(*arguments)
 
 
-_look_up = register("lookup.look_up", kernel_or_reference(_explain, _launch, cpu.look_up), _check)
+_look_up = register_kernel("lookup.look_up", _explain, _launch, cpu.look_up, _check)

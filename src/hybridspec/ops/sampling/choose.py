@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import Dims, check, check_dtype, check_last_stride
-from .._library import kernel_or_reference, register
-from .._triton_support import explain_tensors
-from . import cpu
-from .table import SamplingTable, SamplingUses
+from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
+from hybridspec.ops._library import register_kernel
+from hybridspec.ops._triton_support import explain_tensors
+from hybridspec.ops.sampling import cpu
+from hybridspec.ops.sampling.table import SamplingTable, SamplingUses
 
 __all__ = ["NO_TOKEN", "choose", "explain_choose"]
 
@@ -153,4 +153,4 @@ def _check(
         )
 
 
-_choose = register("sampling.choose", kernel_or_reference(_explain, _launch, cpu.choose), _check)
+_choose = register_kernel("sampling.choose", _explain, _launch, cpu.choose, _check)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._library import Written
-from .gumbel import gumbel_noise
-from .mass import TiledMass
-from .table import COUNT_MASK, SamplingTable, SamplingUses
+from hybridspec.ops._library import Written
+from hybridspec.ops.sampling.gumbel import gumbel_noise
+from hybridspec.ops.sampling.mass import TiledMass
+from hybridspec.ops.sampling.table import COUNT_MASK, SamplingTable, SamplingUses
 
 __all__ = ["choose"]
 

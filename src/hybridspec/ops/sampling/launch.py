@@ -8,9 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from . import triton_choose, triton_edit
-from .mass import TILE
-from .table import SamplingTable, SamplingUses
+from hybridspec.ops.sampling import triton_choose, triton_edit
+from hybridspec.ops.sampling.mass import TILE
+from hybridspec.ops.sampling.table import SamplingTable, SamplingUses
 
 __all__ = ["LaunchConfig", "choose", "launch_config"]
 

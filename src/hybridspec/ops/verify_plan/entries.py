@@ -11,7 +11,7 @@ from hybridspec.ops._checks import (
     check,
     check_dtype,
 )
-from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops._library import register_kernel
 from hybridspec.ops.verify_plan import cpu, launch
 from hybridspec.ops.verify_plan.call import Entries
 
@@ -97,22 +97,18 @@ def _check_copy_page_table(page_table: Tensor, source: Tensor, requests: Tensor)
         )
 
 
-_copy_page_table = register(
+_copy_page_table = register_kernel(
     "verify_plan.copy_page_table",
-    kernel_or_reference(
-        lambda page_table, *others: launch.explain(page_table),
-        launch.copy_page_table,
-        cpu.copy_page_table,
-    ),
+    lambda page_table, *others: launch.explain(page_table),
+    launch.copy_page_table,
+    cpu.copy_page_table,
     _check_copy_page_table,
 )
 
 
-_compact_groups = register(
+_compact_groups = register_kernel(
     "verify_plan.compact_groups",
-    kernel_or_reference(
-        lambda requests, *others: launch.explain(requests),
-        launch.compact_groups,
-        cpu.compact_groups,
-    ),
+    lambda requests, *others: launch.explain(requests),
+    launch.compact_groups,
+    cpu.compact_groups,
 )
