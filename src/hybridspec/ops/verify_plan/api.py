@@ -248,7 +248,7 @@ def _check_select_rows(
 
 _select_rows = register_kernel(
     "verify_plan.select_rows",
-    lambda drafts, slots, *others: launch.explain(slots, drafts.confidences.shape[1]),
+    launch.explain_drafts,
     launch.select_rows,
     cpu.select_rows,
     _check_select_rows,
@@ -261,7 +261,7 @@ def _check_build_params(token_ids: Tensor, slots: Tensor, cursors: Cursors, plan
 
 _build_params = register_kernel(
     "verify_plan.build_params",
-    lambda token_ids, slots, *others: launch.explain(slots, token_ids.shape[1] - 1),
+    launch.explain_tokens,
     launch.build_params,
     cpu.build_params,
     _check_build_params,
@@ -283,7 +283,7 @@ def _check_plan_step(
 
 _plan_step = register_kernel(
     "verify_plan.plan_step",
-    lambda drafts, tokens, slots, *others: launch.explain(slots, tokens.shape[1] - 1),
+    launch.explain_drafts,
     launch.plan_step,
     cpu.plan_step,
     _check_plan_step,

@@ -105,7 +105,7 @@ def _check_compact_sampling(
 
 _compact_sampling = register_kernel(
     "verify_plan.compact_sampling",
-    lambda requests, sources, *others: launch.explain(sources),
+    launch.explain_columns,
     launch.compact_sampling,
     cpu.compact_sampling,
     _check_compact_sampling,

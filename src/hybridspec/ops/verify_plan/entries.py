@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._checks import (
-    INTEGERS,
-    Dims,
-    check,
-    check_dtype,
-)
+from hybridspec.ops._checks import INTEGERS, Dims, check, check_dtype
 from hybridspec.ops._library import register_kernel
 from hybridspec.ops.verify_plan import cpu, launch
 from hybridspec.ops.verify_plan.call import Entries
@@ -99,7 +94,7 @@ def _check_copy_page_table(page_table: Tensor, source: Tensor, requests: Tensor)
 
 _copy_page_table = register_kernel(
     "verify_plan.copy_page_table",
-    lambda page_table, *others: launch.explain(page_table),
+    launch.explain,
     launch.copy_page_table,
     cpu.copy_page_table,
     _check_copy_page_table,
@@ -107,8 +102,5 @@ _copy_page_table = register_kernel(
 
 
 _compact_groups = register_kernel(
-    "verify_plan.compact_groups",
-    lambda requests, *others: launch.explain(requests),
-    launch.compact_groups,
-    cpu.compact_groups,
+    "verify_plan.compact_groups", launch.explain, launch.compact_groups, cpu.compact_groups
 )
