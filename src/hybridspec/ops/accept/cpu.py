@@ -10,14 +10,14 @@ from torch import Tensor
 
 from hybridspec.ops._library import Written
 from hybridspec.ops.accept.naive import accept_one
-from hybridspec.ops.accept.table import Batch, Counts, Ends, RequestTable, StepResult, TokenLog
+from hybridspec.ops.accept.table import Counts, Ends, RequestTable, StepResult, StepRows, TokenLog
 
 __all__ = ["accept_rows"]
 
 
 def accept_rows(
     chosen: Tensor,
-    batch: Batch,
+    batch: StepRows,
     history_len: Tensor,
     requests: Written[RequestTable],
     log: Written[TokenLog],

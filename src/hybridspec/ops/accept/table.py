@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hybridspec.ops._library import Written
 
-__all__ = ["Batch", "Counts", "Ends", "RequestTable", "StepResult", "Taken", "TokenLog"]
+__all__ = ["Counts", "Ends", "RequestTable", "StepResult", "StepRows", "Taken", "TokenLog"]
 
 
-class Batch(NamedTuple):
+class StepRows(NamedTuple):
     """The rows of a step, by request.
 
     Attributes:

@@ -7,7 +7,7 @@ from torch import Tensor
 from hybridspec.ops._backends import always
 from hybridspec.ops._library import Backend, register, register_kernel
 from hybridspec.ops.gated_delta_rule import cpu, cpu_prefill, fla, launch, launch_cuda
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.contracts import (
     check_fold,
     check_materialize,
@@ -87,7 +87,7 @@ def prefill(
         Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
         State(state, state_scale),
         ring,
-        Batch(cu_seqlens, slots, None, max_seqlen),
+        FoldingBatch(cu_seqlens, slots, None, max_seqlen),
         chunk_size,
         backend=backend,
     )
@@ -180,7 +180,7 @@ def verify(
         Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
         State(state, state_scale),
         ring,
-        Batch(cu_seqlens, slots, is_fold, max_verify_tokens),
+        FoldingBatch(cu_seqlens, slots, is_fold, max_verify_tokens),
         backend=backend,
     )
     return out
@@ -266,7 +266,7 @@ def materialize(
 
 
 def explain_verify(
-    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> dict[str, str | None]:
     """Say of each backend, in order of preference, why it cannot serve a verify call, or None."""
     return _verify.explain(rows, gates, state, ring, batch)

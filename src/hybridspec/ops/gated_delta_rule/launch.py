@@ -17,7 +17,7 @@ from hybridspec.ops._triton_support import (
     explain_tensors,
     round_up_to_power_of_two,
 )
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.ring.view import RingView
 
@@ -147,7 +147,7 @@ def _largest_divisor_power(size: int) -> int:
 
 
 def explain_verify(
-    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> str | None:
     """Say why the Triton kernel cannot serve a verify call, or return None."""
     reason = explain_tensors(
@@ -199,7 +199,7 @@ def verify(
     gates: Gates,
     state: State,
     ring: RingView,
-    batch: Batch,
+    batch: FoldingBatch,
     *,
     operands: Operands | None = None,
     config: LaunchConfig | None = None,
