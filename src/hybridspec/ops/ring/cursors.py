@@ -168,11 +168,7 @@ def advance(seq_len: Tensor, slots: Tensor, num_rows: Tensor) -> None:
 
 
 def _check_decide_folds(
-    windows: Windows,
-    slots: Tensor,
-    num_verify_tokens: Tensor,
-    is_fold: Tensor,
-    max_window: int,
+    windows: Windows, slots: Tensor, num_verify_tokens: Tensor, is_fold: Tensor, max_window: int
 ) -> None:
     check_cursors({}, history_len=windows.history_len)
     if windows.ring_start is not None:

@@ -42,36 +42,29 @@ def load_tokens(
 
 
 @triton.jit
-def write_requests(
+def write_batch(
     num_verify_tokens_ptr, kv_len_ptr, out_slots_ptr, is_fold_ptr,
-    b_offs, length, slot, stored, history, ring_start, out_requests, max_window,
+    out_tokens_ptr, positions_ptr, sources_ptr,
+    b_offs, start, length, slot, stored, history, ring_start, token,
+    out_requests, row_capacity, max_window,
+    TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    length = tl.where(slot >= 0, length, 0)
-    has_rows = length > 0
-    kv_len = tl.where(has_rows, stored + length, 0)
-    is_fold = is_fold_due(slot, ring_start, history, length, max_window)
-
+    """Write a block of requests and their rows; neighbouring lanes hold neighbouring rows."""
+    num_tokens = tl.where(slot >= 0, length, 0)
+    kv_len = tl.where(num_tokens > 0, stored + num_tokens, 0)
+    is_fold = is_fold_due(slot, ring_start, history, num_tokens, max_window)
     out_mask = b_offs < out_requests
-    tl.store(num_verify_tokens_ptr + b_offs, length, mask=out_mask)
+    tl.store(num_verify_tokens_ptr + b_offs, num_tokens, mask=out_mask)
     tl.store(kv_len_ptr + b_offs, kv_len, mask=out_mask)
     tl.store(out_slots_ptr + b_offs, slot, mask=out_mask)
     tl.store(is_fold_ptr + b_offs, is_fold.to(tl.int8), mask=out_mask)
 
-
-@triton.jit
-def write_rows(
-    out_tokens_ptr, positions_ptr, sources_ptr,
-    b_offs, start, length, slot, stored, token, row_capacity,
-    TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Write the rows of a block of requests; neighbouring lanes hold neighbouring rows."""
     j_offs = tl.arange(0, BLOCK_TOKENS)[None, :]
     row = start[:, None] + j_offs
     row_mask = (j_offs < length[:, None]) & (j_offs < TOKENS) & (row < row_capacity)
     is_owned = slot[:, None] >= 0
     position = tl.where(is_owned, stored[:, None] + j_offs, 0).to(tl.int64)
     source = tl.where(is_owned, b_offs[:, None] * TOKENS + j_offs, -1)
-
     tl.store(out_tokens_ptr + row, tl.where(is_owned, token, 0), mask=row_mask)
     tl.store(positions_ptr + row, position, mask=row_mask)
     tl.store(sources_ptr + row, source, mask=row_mask)
@@ -109,13 +102,10 @@ def build_kernel(
         slots_ptr, seq_len_ptr, history_len_ptr, ring_start_ptr, b_offs, b_mask
     )
 
-    write_requests(
-        num_verify_tokens_ptr, kv_len_ptr, out_slots_ptr, is_fold_ptr, b_offs, length, slot, stored,
-        history, ring_start, out_requests, max_window,
-    )  # fmt: skip
-    write_rows(
-        out_tokens_ptr, positions_ptr, sources_ptr, b_offs, start, length, slot, stored, token,
-        row_capacity, TOKENS, BLOCK_TOKENS,
+    write_batch(
+        num_verify_tokens_ptr, kv_len_ptr, out_slots_ptr, is_fold_ptr, out_tokens_ptr,
+        positions_ptr, sources_ptr, b_offs, start, length, slot, stored, history, ring_start, token,
+        out_requests, row_capacity, max_window, TOKENS, BLOCK_TOKENS,
     )  # fmt: skip
     total = tl.load(cu_seqlens_ptr + num_requests)
     row = pid * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -157,13 +147,10 @@ def plan_kernel(
 
     tl.store(cu_seqlens_ptr, 0)
     tl.store(cu_seqlens_ptr + 1 + b_offs, start + length, mask=b_offs < out_requests)
-    write_requests(
-        num_verify_tokens_ptr, kv_len_ptr, out_slots_ptr, is_fold_ptr, b_offs, length, slot, stored,
-        history, ring_start, out_requests, max_window,
-    )  # fmt: skip
-    write_rows(
-        out_tokens_ptr, positions_ptr, sources_ptr, b_offs, start, length, slot, stored, token,
-        row_capacity, NUM_DRAFTS + 1, BLOCK_TOKENS,
+    write_batch(
+        num_verify_tokens_ptr, kv_len_ptr, out_slots_ptr, is_fold_ptr, out_tokens_ptr,
+        positions_ptr, sources_ptr, b_offs, start, length, slot, stored, history, ring_start, token,
+        out_requests, row_capacity, max_window, NUM_DRAFTS + 1, BLOCK_TOKENS,
     )  # fmt: skip
     for first in range(total // BLOCK_ROWS * BLOCK_ROWS, row_capacity, BLOCK_ROWS):
         row = first + tl.arange(0, BLOCK_ROWS)
