@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridspec.ops._checks import (
-    FLOATS,
-    Dims,
-    check,
-    check_dtype,
-    check_last_stride,
-    check_option,
-)
+from hybridspec.ops._checks import FLOATS, Dims, check, check_dtype, check_option, check_tensor
 from hybridspec.ops._library import register_kernel
 from hybridspec.ops._requests import Batch, check_batch
 from hybridspec.ops.causal_conv1d import cpu, launch
@@ -123,25 +116,16 @@ def _output(x: Tensor) -> Tensor:
 
 def _check(rows: Rows, taps: Taps, log: Log, batch: Batch, num_appended: int) -> None:
     dims: Dims = {}
-    check("x", rows.x, "N D", dims)
+    check_tensor("x", rows.x, "N D", dims, *FLOATS)
     check("weight", taps.weight, "D width", dims)
-    check("conv_ring", log.conv_ring, "S R D", dims)
+    check_dtype("weight", taps.weight, *FLOATS)
+    check_tensor("conv_ring", log.conv_ring, "S R D", dims, *FLOATS)
     check_batch(batch, log.seq_len, dims)
-    check_last_stride("x", rows.x)
-    check_last_stride("conv_ring", log.conv_ring)
-    for name, tensor in (
-        ("x", rows.x), ("weight", taps.weight), ("conv_ring", log.conv_ring)
-    ):  # fmt: skip
-        check_dtype(name, tensor, *FLOATS)
     if taps.bias is not None:
-        check("bias", taps.bias, "D", dims)
-        check_dtype("bias", taps.bias, *FLOATS)
-        check_last_stride("bias", taps.bias)
+        check_tensor("bias", taps.bias, "D", dims, *FLOATS)
     if taps.activation not in ("silu", None):
         raise ValueError(f"activation: expected 'silu' or None, got {taps.activation!r}")
-    check("out", rows.out, "N D", dims)
-    check_dtype("out", rows.out, rows.x.dtype)
-    check_last_stride("out", rows.out)
+    check_tensor("out", rows.out, "N D", dims, rows.x.dtype)
     capacity, needed = dims["R"], dims["width"] - 1 + num_appended
     if capacity & (capacity - 1) or capacity < needed:
         raise ValueError(

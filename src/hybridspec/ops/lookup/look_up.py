@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride, check_option
+from hybridspec.ops._checks import Dims, check_option, check_tensor
 from hybridspec.ops._library import register_kernel
 from hybridspec.ops._triton_support import explain_tensors
 from hybridspec.ops.lookup import cpu, launch
@@ -68,9 +68,7 @@ def _check(log: Log, slots: Tensor, search: Search, found: Found) -> None:
     dims: Dims = {}
     specs = (("token_pages", "P page_size"), ("page_table", "S pages"), ("seq_len", "S"))
     for (name, spec), tensor in zip((*specs, ("slots", "B")), (*log, slots), strict=True):
-        check(name, tensor, spec, dims)
-        check_dtype(name, tensor, torch.int32)
-        check_last_stride(name, tensor)
+        check_tensor(name, tensor, spec, dims, torch.int32)
     check_option("num_tokens", search.num_tokens, int, low=1)
     check_option("max_places", search.max_places, int, low=1)
     check_option("max_agreement", search.max_agreement, int, low=search.num_tokens)

@@ -12,8 +12,8 @@ from hybridspec.ops._checks import (
     Dims,
     check,
     check_dtype,
-    check_last_stride,
     check_option,
+    check_tensor,
 )
 from hybridspec.ops._library import Backend, register
 from hybridspec.ops._requests import Batch, check_batch
@@ -144,7 +144,7 @@ def _check(rows: Rows, pages: Pages, batch: Batch) -> None:
     floats = {"q": rows.q, "k": rows.k, "v": rows.v, "k_pages": pages.k, "v_pages": pages.v}
     specs = ("N Hq D", "N Hkv D", "N Hkv D", "P page_size Hkv D", "P page_size Hkv D")
     for (name, tensor), spec in zip(floats.items(), specs, strict=True):
-        check(name, tensor, spec, dims)
+        check_tensor(name, tensor, spec, dims, *FLOATS)
     check("page_table", pages.table, "S max_pages", dims)
     check_batch(batch, pages.seq_len, dims)
     if dims["Hkv"] == 0 or dims["Hq"] % dims["Hkv"]:
@@ -156,9 +156,6 @@ def _check(rows: Rows, pages: Pages, batch: Batch) -> None:
         raise UnsupportedError(
             f"q: expected a head size that is a multiple of 16 up to 256, got {dims['D']}"
         )
-    for name, tensor in floats.items():
-        check_last_stride(name, tensor)
-        check_dtype(name, tensor, *FLOATS)
     check_dtype("page_table", pages.table, *INTEGERS)
     check("out", rows.out, "N Hq D", dims)
     check_dtype("out", rows.out, rows.q.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
+from hybridspec.ops._checks import Dims, check_tensor
 from hybridspec.ops._library import register_kernel
 from hybridspec.ops._triton_support import explain_tensors
 from hybridspec.ops.sampling import cpu, launch
@@ -123,9 +123,7 @@ def _check(
     )  # fmt: skip
     for (name, spec, dtype), tensor in zip(_ARGUMENTS, tensors, strict=True):
         if tensor is not None:
-            check(name, tensor, spec, dims)
-            check_dtype(name, tensor, dtype)
-            check_last_stride(name, tensor)
+            check_tensor(name, tensor, spec, dims, dtype)
     if dims["words"] != -(-dims["V"] // 32):
         raise ValueError(
             f"table.allowed_bits: expected [S, {-(-dims['V'] // 32)}] for {dims['V']} tokens, got "
