@@ -118,7 +118,7 @@ def build_kernel(
 )
 def plan_kernel(
     # inputs: confidences [B, k]; tokens [B, k + 1]; slots, num_drafts [B]; seq_len, history_len,
-    # ring_start [S], the last or None; table [k, NUM_BINS]
+    # ring_start [S], the last or None; table [k, TABLE_BINS]
     confidences_ptr, tokens_ptr, slots_ptr, seq_len_ptr, history_len_ptr, ring_start_ptr,
     num_drafts_ptr, table_ptr,
     # outputs [C + 1] and [C], C >= B
@@ -129,7 +129,7 @@ def plan_kernel(
     num_requests, out_requests, num_rows, row_capacity, max_window, confidences_stride,
     tokens_stride,
     # sizes and switches
-    NUM_DRAFTS: tl.constexpr, NUM_BINS: tl.constexpr, HAS_NUM_DRAFTS: tl.constexpr,
+    NUM_DRAFTS: tl.constexpr, TABLE_BINS: tl.constexpr, HAS_NUM_DRAFTS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     b_offs = tl.arange(0, BLOCK)
@@ -142,7 +142,7 @@ def plan_kernel(
 
     start, length, total = select_in_block(
         confidences_ptr, confidences_stride, num_drafts_ptr, table_ptr, b_offs, b_mask, slot >= 0,
-        num_rows, NUM_DRAFTS, NUM_BINS, HAS_NUM_DRAFTS,
+        num_rows, NUM_DRAFTS, TABLE_BINS, HAS_NUM_DRAFTS,
     )  # fmt: skip
 
     tl.store(cu_seqlens_ptr, 0)
