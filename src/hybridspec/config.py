@@ -250,7 +250,8 @@ class EngineConfig:
         threads: torch's CPU threads during a step, at most one for each core; None is 1 for models
             of small matrices, which more threads slow down, and torch's own number for others.
         max_num_seqs: most requests that run at the same time; None is 64 on a CPU, 256 on a GPU.
-        max_num_batched_tokens: most prompt rows of a forward pass, over all requests.
+        max_num_batched_tokens: most prompt rows of a forward pass, over all requests; None is 2,048
+            on a CPU and 8,192 on a GPU.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from, in place of the model's own.
@@ -274,7 +275,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     threads: int | None = None
     max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     enforce_eager: bool = False
     revision: str | None = None
     tokenizer: str | None = None
@@ -292,7 +293,7 @@ class EngineConfig:
             ),
             "threads": optional_integer("threads", self.threads, 1, 1024),
             "max_num_seqs": optional_integer("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS),
-            "max_num_batched_tokens": integer(
+            "max_num_batched_tokens": optional_integer(
                 "max_num_batched_tokens", self.max_num_batched_tokens, 1
             ),
             "seed": optional_integer("seed", self.seed, 0, 2**63 - 1),

@@ -72,7 +72,8 @@ class LLM:
             else torch's own number.
         max_num_seqs: most requests that run at the same time, 1..256; None is 64 on a CPU and 256
             on a GPU.
-        max_num_batched_tokens: most prompt rows of a forward pass, over all requests.
+        max_num_batched_tokens: most prompt rows of a forward pass, over all requests; None is 2,048
+            on a CPU and 8,192 on a GPU.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from: a folder, an id or "bundled".
@@ -108,7 +109,7 @@ class LLM:
         attention_backend: str = "auto",
         threads: int | None = None,
         max_num_seqs: int | None = None,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         enforce_eager: bool = False,
         revision: str | None = None,
         tokenizer: str | Path | None = None,
