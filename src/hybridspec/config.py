@@ -212,6 +212,14 @@ def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     return tuple(checked)
 
 
+def _words_to_draft(given: Any) -> str | tuple[int, ...] | None:
+    """Return a file's name or token ids, checked."""
+    if given is None or isinstance(given, str):
+        return given
+    ids = listed("draft_vocab", given, "token ids")
+    return tuple(integer("draft_vocab", token, 0, 2**31 - 1) for token in ids)
+
+
 def _rates(given: Any) -> tuple[float, ...] | None:
     """Return probabilities of acceptance, checked."""
     if given is None:
@@ -236,6 +244,8 @@ class EngineConfig:
         drafter: what drafts: "mtp" is the checkpoint's draft head, "lookup" the request's own text,
             "none" nothing; "auto" is "mtp" where there is a head and "lookup" elsewhere.
         mtp_from: model to take the draft head from, in place of the checkpoint's own.
+        draft_vocab: words that the draft head chooses from: their ids, a JSON file of them, or a
+            text whose most frequent tokens are taken; None is all.
         dummy_weights: whether to make the weights up, from config.json alone.
         dtype: of weights, activations and rings: "auto", "float32", "bfloat16" or "float16".
         state_dtype: of the recurrent state, in addition "int8" (`docs/kernels/gdn_8bit.md`); "auto"
@@ -265,6 +275,7 @@ class EngineConfig:
     acceptance_spread: float = 0.0
     drafter: str = "auto"
     mtp_from: str | None = None
+    draft_vocab: str | tuple[int, ...] | None = None
     dummy_weights: bool = False
     dtype: str = "auto"
     state_dtype: str = "auto"
@@ -286,6 +297,7 @@ class EngineConfig:
             "draft_tokens": integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS),
             "verify_rows": optional_integer("verify_rows", self.verify_rows, 1),
             "acceptance": _rates(self.acceptance),
+            "draft_vocab": _words_to_draft(self.draft_vocab),
             "acceptance_spread": number("acceptance_spread", self.acceptance_spread, 0.0, 1.0),
             "max_model_len": optional_integer("max_model_len", self.max_model_len, 2),
             "memory_fraction": number(

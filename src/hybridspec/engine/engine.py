@@ -143,7 +143,7 @@ class Engine:
                 num_count_rows=min(pools.num_slots, PENALTY_ROWS),
                 device=pools.device,
             ),
-            drafter=make_drafter(self.config, self.model, pools, drafter),
+            drafter=make_drafter(self.config, self.model, pools, self.tokenizer, drafter),
             forced=forced,
         )
 
