@@ -173,7 +173,7 @@ class GdnLayer:
                 gated_delta_rule.Gates(gate, gate, None, True, 1.0),
                 gated_delta_rule.State(memory.state, memory.state_scale),
                 memory.ring,
-                gated_delta_rule.Batch(offsets, offsets[:1], None, max_verify_tokens),
+                gated_delta_rule.FoldingBatch(offsets, offsets[:1], None, max_verify_tokens),
             ),
         }
 

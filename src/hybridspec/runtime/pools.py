@@ -141,11 +141,13 @@ class Pools:
 
     def grow_slots(self, num_slots: int) -> Self:
         """Enlarge every slot-indexed pool, keeping what is there, also if memory runs out."""
-        old = self.num_slots
+        return self._grow(self._resize_slots, self.num_slots, num_slots)
+
+    def _grow(self, resize: Callable[[int], None], old: int, new: int) -> Self:
         try:
-            self._resize_slots(num_slots)
+            resize(new)
         except BaseException:
-            self._resize_slots(old)
+            resize(old)
             raise
         return self
 
@@ -158,13 +160,7 @@ class Pools:
 
     def grow_pages(self, num_pages: int) -> Self:
         """Enlarge every page-indexed pool, keeping what is there, also if memory runs out."""
-        old = self.num_pages
-        try:
-            self._resize_pages(num_pages)
-        except BaseException:
-            self._resize_pages(old)
-            raise
-        return self
+        return self._grow(self._resize_pages, self.num_pages, num_pages)
 
     def _resize_pages(self, num_pages: int) -> None:
         width = min(self.max_pages_per_slot, num_pages)
