@@ -116,6 +116,16 @@ class Pools:
     def num_pages(self) -> int:
         return self.token_pages.shape[0]
 
+    def start_tensors(self) -> list[Tensor]:
+        """What must be zero where a request begins: cursors and states.
+
+        Rows of rings that no cursor covers are never read, whatever they hold.
+        """
+        cursors = [self.seq_len, self.ring_start, self.history_len]
+        for spec, tensors in zip(self.specs.all(), self._slot_tensors, strict=True):
+            cursors += [tensors[name] for name, one in spec.per_slot.items() if one.is_state]
+        return cursors
+
     def slot_tensors(self) -> list[Tensor]:
         """Every tensor whose first dimension is the slot: what copy and reset act on."""
         cursors = [self.seq_len, self.ring_start, self.history_len]

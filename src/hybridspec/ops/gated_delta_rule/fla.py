@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,7 +70,9 @@ def library() -> Callable[..., Any] | str:
     if not version.startswith(f"{_VERSION}."):
         return f"fla-core {version} is installed, needs {_VERSION}"
     try:
-        module = importlib.import_module("fla.ops.gated_delta_rule")
+        with warnings.catch_warnings():  # it says what else of its own is not installed
+            warnings.simplefilter("ignore", ImportWarning)
+            module = importlib.import_module("fla.ops.gated_delta_rule")
     except (ImportError, OSError, RuntimeError) as error:
         return f"fla-core cannot be imported: {str(error).splitlines()[0]}"
     return module.chunk_gated_delta_rule
