@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._checks import (
-    FLOATS,
-    Dims,
-    check,
-    check_dtype,
-    check_last_stride,
-    check_option,
-)
+from hybridspec.ops._checks import FLOATS, Dims, check, check_dtype, check_option, check_tensor
 from hybridspec.ops._library import register_kernel
 from hybridspec.ops.verify_plan import cpu, launch
 from hybridspec.ops.verify_plan.call import Cursors, Drafts
@@ -217,16 +210,10 @@ def _check_calibration(calibration: Tensor | None, dims: Dims) -> None:
 
 def _check_drafts(drafts: Drafts, slots: Tensor, num_rows: int, dims: Dims) -> None:
     confidences, num_drafts, calibration = drafts
-    check("confidences", confidences, "B k", dims)
-    check("slots", slots, "B", dims)
-    check_dtype("confidences", confidences, *FLOATS)
-    check_last_stride("confidences", confidences)
-    check_dtype("slots", slots, torch.int32)
-    check_last_stride("slots", slots)
+    check_tensor("confidences", confidences, "B k", dims, *FLOATS)
+    check_tensor("slots", slots, "B", dims, torch.int32)
     if num_drafts is not None:
-        check("num_drafts", num_drafts, "B", dims)
-        check_dtype("num_drafts", num_drafts, torch.int32)
-        check_last_stride("num_drafts", num_drafts)
+        check_tensor("num_drafts", num_drafts, "B", dims, torch.int32)
     _check_calibration(calibration, dims)
     check_option("num_rows", num_rows, int)
     if num_rows < dims["B"]:
@@ -296,18 +283,13 @@ def _check_build(
     if not isinstance(plan, Step):
         raise TypeError(f"plan: expected a Step, got {type(plan).__name__}")
     check_option("max_window", cursors.max_window, int, low=1)
-    check("token_ids", token_ids, "B T", dims)
-    check("slots", slots, "B", dims)
+    check_tensor("token_ids", token_ids, "B T", dims, torch.int64)
+    check_tensor("slots", slots, "B", dims, torch.int32)
     per_slot = {"seq_len": cursors.seq_len, "history_len": cursors.history_len}
     if cursors.ring_start is not None:
         per_slot["ring_start"] = cursors.ring_start
     for name, tensor in per_slot.items():
-        check(name, tensor, "S", dims)
-    check_dtype("token_ids", token_ids, torch.int64)
-    check_last_stride("token_ids", token_ids)
-    for name, tensor in ({"slots": slots} | per_slot).items():
-        check_dtype(name, tensor, torch.int32)
-        check_last_stride(name, tensor)
+        check_tensor(name, tensor, "S", dims, torch.int32)
     if dims["T"] < 1:
         raise ValueError("token_ids: expected [B, k+1] with a last committed token, got [B, 0]")
     if plan.slots.shape[0] < dims["B"]:
