@@ -45,12 +45,28 @@ class _Launch:
         copied: set on a device once the outcome lies in host memory.
     """
 
-    requests: list[Request]
-    admissions: list[int]
+    requests: Sequence[Request]
+    admissions: Sequence[int]
     outcome: Outcome
     is_prefill: bool
     started: float
     copied: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """The requests of a decode step, and what follows from their admissions.
+
+    Attributes:
+        admissions: of each request; they tell one batch from another.
+        requests, slots: the requests and where they are.
+        asks: what they need together.
+    """
+
+    admissions: list[int]
+    requests: list[Request]
+    slots: list[int]
+    asks: Asks
 
 
 class Runner:
@@ -70,6 +86,7 @@ class Runner:
         self.launched: deque[_Launch] = deque()
         self._steps: dict[tuple[int, int], Step] = {}
         self._lanes: tuple[list[int], Tensor] = ([], torch.empty(0))
+        self._last: _Batch | None = None
 
     def admit(self, request: Request) -> bool:
         """Write what the device has to know of a request into its slot.
@@ -105,6 +122,7 @@ class Runner:
 
     def release(self, slot: int) -> None:
         """Give back the space that `admit` took."""
+        self._last = None  # it holds on to its requests
         self.decoder.sampling.release(slot)
 
     def prefill(self, chunks: Sequence[tuple[Request, int]]) -> None:
@@ -170,12 +188,23 @@ class Runner:
         It is not waited for: `collect` tells the requests what it brought.
         """
         started = time.perf_counter()
-        asks = self._asks(requests)
-        slots = [slot for request in requests if (slot := request.slot) is not None]
-        outcome = None if self.graphs is None else self.graphs.run(slots, asks)
+        batch = self._batch(requests)
+        outcome = None if self.graphs is None else self.graphs.run(batch.slots, batch.asks)
         if outcome is None:
-            outcome = self._run(slots, asks)
-        self._launch(list(requests), outcome, started, is_prefill=False)
+            outcome = self._run(batch.slots, batch.asks)
+        self._launch(batch.requests, outcome, started, is_prefill=False)
+
+    def _batch(self, requests: Sequence[Request]) -> _Batch:
+        """Describe a batch; most are the same as the one before."""
+        admissions = [request.admission for request in requests]
+        if self._last is None or self._last.admissions != admissions:
+            self._last = _Batch(
+                admissions=admissions,
+                requests=list(requests),
+                slots=[slot for request in requests if (slot := request.slot) is not None],
+                asks=self._asks(requests),
+            )
+        return self._last
 
     def _run(self, slots: list[int], asks: Asks) -> Outcome:
         """Run a step operator by operator."""
@@ -200,9 +229,11 @@ class Runner:
             elapsed = time.perf_counter() - launch.started
             first = 0
             rows = launch.outcome.result.packed[: len(launch.requests)].tolist()
-            for b, (request, row) in enumerate(zip(launch.requests, rows, strict=True)):
+            for request, admission, row in zip(
+                launch.requests, launch.admissions, rows, strict=True
+            ):
                 taken = Taken.of(row)
-                if request.finish_reason is None and request.admission == launch.admissions[b]:
+                if request.finish_reason is None and request.admission == admission:
                     self._tell(request, taken, launch, first, elapsed)
                 first += taken.num_rows
 
@@ -210,10 +241,9 @@ class Runner:
         self, request: Request, taken: Taken, launch: _Launch, first: int, elapsed: float
     ) -> None:
         """Hand a request its tokens and post what the step added."""
-        tokens, report = taken.tokens, launch.outcome.report
-        count = request.params.logprobs
+        tokens, drafts, report = taken.tokens, taken.drafts, launch.outcome.report
         reports: list[TokenLogprobs] | None = None
-        if report is not None and count is not None:
+        if report is not None and (count := request.params.logprobs) is not None:
             reports = report.read(tokens, [count] * len(tokens), first)
         if taken.done == RequestTable.DONE_BY_NAN:
             tokens, reports = [*tokens, NO_TOKEN], None if reports is None else [*reports, {}]
@@ -221,19 +251,17 @@ class Runner:
         stats = request.stats
         if launch.is_prefill:
             stats.prefill_s = time.perf_counter() - request.admitted_at
-            request.post(["prefill"] * num_taken, [], 0, False)
+            request.post(num_taken, 0, [], 0, False)
             return
         stats.committed_per_step.append(num_taken)
-        stats.drafted_per_step.append(len(taken.drafts))
+        stats.drafted_per_step.append(len(drafts))
         stats.accepted_per_step.append(taken.num_accepted)
         stats.folds += taken.is_fold
         stats.decode_s += elapsed
-        last = "bonus" if taken.num_accepted == len(taken.drafts) else "recovered"
-        origins = (["accepted"] * taken.num_accepted + [last])[:num_taken]
-        request.post(origins, taken.drafts, taken.history_len, taken.is_fold)
+        request.post(num_taken, taken.num_accepted, drafts, taken.history_len, taken.is_fold)
 
     def _launch(
-        self, requests: list[Request], outcome: Outcome, started: float, *, is_prefill: bool
+        self, requests: Sequence[Request], outcome: Outcome, started: float, *, is_prefill: bool
     ) -> None:
         """Note a step and begin to copy its outcome to the host."""
         copied = None

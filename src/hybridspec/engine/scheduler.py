@@ -83,21 +83,28 @@ class Scheduler:
 
     def settle(self) -> None:
         """Move prefilled requests to decoding and let finished ones go."""
-        still_prefilling = []
-        for request in self.prefilling:
-            if request.num_prefilled < len(request.prompt_token_ids):
-                still_prefilling.append(request)
-            else:
-                self.running.append(request)
-        self.prefilling = still_prefilling
-        for request in [r for r in self.running if r.finish_reason is not None]:
-            self.remove(request)
+        if self.prefilling:
+            still_prefilling = []
+            for request in self.prefilling:
+                if request.num_prefilled < len(request.prompt_token_ids):
+                    still_prefilling.append(request)
+                else:
+                    self.running.append(request)
+            self.prefilling = still_prefilling
+        ended = [request for request in self.running if request.finish_reason is not None]
+        if ended:
+            self.running = [request for request in self.running if request.finish_reason is None]
+        for request in ended:
+            self._free(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out of whichever queue holds it and free its slot."""
         for queue in (self.waiting, self.prefilling, self.running):
             if request in queue:
                 queue.remove(request)
+        self._free(request)
+
+    def _free(self, request: Request) -> None:
         if request.slot is not None:
             self.runner.release(request.slot)
             self.allocator.release(request.slot)

@@ -125,8 +125,8 @@ class SamplingPool:
     def uses(self, slots: Sequence[int]) -> SamplingUses:
         """Say what choosing tokens for a batch of slots needs."""
         together = SamplingUses()
-        for slot in slots:
-            together |= self._held[slot].uses
+        for uses in {self._held[slot].uses for slot in slots}:
+            together |= uses
         return together
 
     def needs_eager(self, slot: int) -> bool:

@@ -166,7 +166,7 @@ class RequestTable:
         return cls(**dict(zip(cls.__slots__, tensors, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen ones take three times as long to make
 class Taken:
     """What one step did for one request, as the host sees it.
 
