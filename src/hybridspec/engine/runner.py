@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from hybridspec.engine.request import Request
 from hybridspec.ops.accept import RequestTable, StepResult, Taken
 from hybridspec.ops.sampling import NO_TOKEN
 from hybridspec.ops.verify_plan import Step
+from hybridspec.runtime import to_device, upload_parts
 from hybridspec.speculate import (
     Asks,
     Decoder,
@@ -89,29 +91,46 @@ class Runner:
         self._last: _Batch | None = None
 
     def admit(self, request: Request) -> bool:
-        """Write what the device has to know of a request into its slot.
+        """Write a request's options into its slot; `write` brings the rest.
 
         Returns:
-            False if the space for its options is taken, so that it has to wait.
+            False if the space for them is taken, so that it has to wait.
         """
-        decoder, pools, slot = self.decoder, self.decoder.pools, request.slot
+        slot = request.slot
         assert slot is not None
         self.fit_tables()
-        if not self.decoder.sampling.write(slot, request.options, prompt=request.prompt_token_ids):
-            return False
-        requests, size = decoder.requests, pools.page_size
-        prompt = torch.tensor(request.prompt_token_ids, dtype=torch.int32)
-        pages = pools.page_table[slot, : -(-len(prompt) // size)].long()
-        padded = torch.zeros(pages.shape[0] * size, dtype=torch.int32)
-        padded[: len(prompt)] = prompt
-        pools.token_pages[pages] = padded.view(-1, size).to(pools.device)
-        wish = request.params.draft_tokens
-        most = requests.most_drafts
-        requests.draft_limit[slot] = most if wish is None else min(wish, most)
-        requests.last_position[slot] = len(prompt) + request.limit - 1
-        requests.num_drafts[slot] = 0
-        requests.is_done[slot] = 0
-        return True
+        return self.decoder.sampling.write(slot, request.options, prompt=request.prompt_token_ids)
+
+    def write(self, admitted: Sequence[tuple[Request, Sequence[int]]]) -> None:
+        """Write limits and prompts of requests into their slots and pages.
+
+        Nothing is waited for, and all requests share the copy and the launches.
+
+        Args:
+            admitted: requests, and the pages of each.
+        """
+        table, pools = self.decoder.requests, self.decoder.pools
+        most, size = table.most_drafts, pools.page_size
+        slots, limits, ends, places, tokens = (array("i") for _ in range(5))
+        for request, pages in admitted:
+            prompt, wish = request.prompt_token_ids, request.params.draft_tokens
+            num_pages = -(-len(prompt) // size)
+            assert request.slot is not None
+            slots.append(request.slot)
+            limits.append(most if wish is None else min(wish, most))
+            ends.append(len(prompt) + request.limit - 1)
+            places.extend(pages[:num_pages])
+            tokens.extend(prompt)
+            tokens.extend([0] * (num_pages * size - len(prompt)))
+        numbers, draft_limit, last_position, at, ids = upload_parts(
+            [slots, limits, ends, places, tokens], pools.device
+        )
+        rows = numbers.long()
+        table.draft_limit.index_copy_(0, rows, draft_limit)
+        table.last_position.index_copy_(0, rows, last_position)
+        table.num_drafts.index_fill_(0, rows, 0)
+        table.is_done.index_fill_(0, rows, 0)
+        pools.token_pages.index_copy_(0, at.long(), ids.view(-1, size))
 
     def fit_tables(self) -> None:
         """Give the tables as many slots as the pools have, which grow and shrink on a CPU."""
@@ -304,9 +323,7 @@ class Runner:
         return self._steps[size]
 
     def _upload(self, values: Sequence[int | None], dtype: torch.dtype = torch.int32) -> Tensor:
-        host = torch.tensor(values, dtype=dtype)
-        device = self.decoder.pools.device
-        return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+        return to_device(torch.tensor(values, dtype=dtype), self.decoder.pools.device)
 
 
 def _next(span: Sequence[int], rows: int) -> Sequence[int]:

@@ -33,6 +33,7 @@ class Scheduler:
         self.allocator = allocator
         self.runner = runner
         self._admissions = itertools.count()
+        self._unwritten: list[Request] = []  # have a slot that the device does not know of yet
         self.max_prompt_rows = max_prompt_rows
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
@@ -47,6 +48,15 @@ class Scheduler:
 
     def admit(self) -> None:
         """Move waiting requests to prefill, in order, as long as they fit; drop what never will."""
+        self._give_slots()
+        # One whose caller has gone meanwhile has no slot any more.
+        new = [(one, slot) for one in self._unwritten if (slot := one.slot) is not None]
+        if new:
+            self.allocator.prepare([slot for _, slot in new])
+            self.runner.write([(one, self.allocator.pages_of(slot)) for one, slot in new])
+        self._unwritten.clear()
+
+    def _give_slots(self) -> None:
         while self.waiting:
             try:
                 slot = self.allocator.acquire(self.waiting[0].max_tokens_in_logs)
@@ -65,6 +75,7 @@ class Scheduler:
             self.waiting.popleft()
             request.admitted_at = time.perf_counter()
             self.prefilling.append(request)
+            self._unwritten.append(request)
 
     def prefill_chunks(self) -> list[tuple[Request, int]]:
         """The requests whose prompts go on now, and how many rows of each.

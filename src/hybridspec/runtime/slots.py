@@ -7,15 +7,15 @@ give back what they took when nothing runs any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 from hybridspec.errors import CapacityError
 from hybridspec.ops.ring import reset_slots
 from hybridspec.runtime.memory import KvMemory
 from hybridspec.runtime.pools import Pools
+from hybridspec.runtime.upload import upload_parts
 
 __all__ = ["Allocator"]
 
@@ -72,7 +72,7 @@ class Allocator:
         return self.can_grow or pages <= self.pools.num_pages
 
     def acquire(self, num_tokens: int) -> int | None:
-        """Reserve a clean slot with pages for `num_tokens` rows.
+        """Reserve a slot with pages for `num_tokens` rows; `prepare` makes it ready for use.
 
         Returns:
             The slot, or None if the request has to wait.
@@ -90,21 +90,33 @@ class Allocator:
                 )
             return None
         slot, mine = self._free_slots[-1], self._free_pages[: -pages - 1 : -1]
-        pools = self.pools
-        row = torch.full((pools.page_table.shape[1],), -1, dtype=torch.int32)
-        row[:pages] = torch.tensor(mine, dtype=torch.int32)
-        pools.page_table[slot] = row.to(pools.device)
-        slots = torch.tensor([slot], dtype=torch.int32, device=pools.device)
-        reset_slots(pools.slot_tensors(), slots)
-        if self.has_clean_values:
-            pages_of_slot = pools.page_table[slot, :pages].to(torch.int64)
-            for memory in pools.of_kind(KvMemory):
-                memory.v_pages.index_fill_(0, pages_of_slot, 0.0)
-        # Last, so that nothing is lost where the above is interrupted.
         self._pages[slot] = mine
         self._free_slots.pop()
         del self._free_pages[-pages:]
         return slot
+
+    def pages_of(self, slot: int) -> Sequence[int]:
+        """The pages that a slot holds, in the order of its tokens."""
+        return self._pages[slot]
+
+    def prepare(self, slots: Sequence[int]) -> None:
+        """Write the page tables of slots that were reserved, and clear what they held before.
+
+        Nothing is waited for, and all slots share the copy and the launches.
+        """
+        pools, mine = self.pools, [self._pages[slot] for slot in slots]
+        width = max(map(len, mine))
+        table, pages = array("i"), array("i")
+        for one in mine:
+            pages.extend(one)
+            table.extend([*one, *[-1] * (width - len(one))])
+        numbers, entries, held = upload_parts([array("i", slots), table, pages], pools.device)
+        pools.page_table.index_fill_(0, numbers.long(), -1)
+        pools.page_table[:, :width].index_copy_(0, numbers.long(), entries.view(-1, width))
+        reset_slots(pools.slot_tensors(), numbers)
+        if self.has_clean_values:
+            for memory in pools.of_kind(KvMemory):
+                memory.v_pages.index_fill_(0, held.long(), 0.0)
 
     def release(self, slot: int) -> None:
         """Give a slot and its pages back."""
