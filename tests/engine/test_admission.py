@@ -52,7 +52,7 @@ def check_slot(engine: Engine, request: Request, draft_limit: int) -> None:
     assert [int(column[slot]) for column in numbers] == [
         draft_limit, len(prompt) + request.limit - 1, 0, 0
     ]  # fmt: skip
-    assert not any(tensor[slot].any() for tensor in pools.slot_tensors())
+    assert not any(tensor[slot].any() for tensor in pools.start_tensors())
 
 
 def soil(engine: Engine) -> None:

@@ -42,7 +42,9 @@ def run_apart(script: str, *words: object) -> str:
     environment = {
         **os.environ,
         "PYTHON": sys.executable,
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))
+        ),
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(

@@ -15,9 +15,7 @@ from hybridspec.engine.runner import Runner
 from hybridspec.errors import CapacityError
 from hybridspec.runtime import Allocator
 
-__all__ = ["PREFILL_CHUNK", "Scheduler"]
-
-PREFILL_CHUNK = 512  # prompt rows of one request per forward; running requests wait for one
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -27,14 +25,18 @@ class Scheduler:
         allocator: gives them out.
         runner: is told who gets a slot and who leaves it.
         max_prompt_rows: prompt rows of all requests per forward.
+        max_chunk: prompt rows of one request per forward; running requests wait for one.
     """
 
-    def __init__(self, allocator: Allocator, runner: Runner, max_prompt_rows: int) -> None:
+    def __init__(
+        self, allocator: Allocator, runner: Runner, *, max_prompt_rows: int, max_chunk: int
+    ) -> None:
         self.allocator = allocator
         self.runner = runner
         self._admissions = itertools.count()
         self._unwritten: list[Request] = []  # have a slot that the device does not know of yet
         self.max_prompt_rows = max_prompt_rows
+        self.max_chunk = max_chunk
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
@@ -83,7 +85,7 @@ class Scheduler:
         A request's chunks are the same whatever else is running.
         """
         chunks, budget = [], self.max_prompt_rows
-        longest = min(PREFILL_CHUNK, budget)
+        longest = min(self.max_chunk, budget)
         for request in self.prefilling:
             rows = min(len(request.prompt_token_ids) - request.num_prefilled, longest)
             if rows > budget:

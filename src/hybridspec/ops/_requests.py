@@ -11,9 +11,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from hybridspec.ops._checks import INTEGERS, Dims, check, check_dtype, check_last_stride
+
 __all__ = [
     "Batch",
     "Request",
+    "check_batch",
     "check_distinct",
     "check_lengths",
     "check_slots",
@@ -44,6 +47,17 @@ class Request(NamedTuple):
     stop: int
     slot: int
     position: int
+
+
+def check_batch(batch: Batch, seq_len: Tensor, dims: Dims) -> None:
+    """Raise unless bounds, slots and the cursor [S] fit together; binds S and B."""
+    check("seq_len", seq_len, "S", dims)
+    check("slots", batch.slots, "B", dims)
+    check("cu_seqlens", batch.cu_seqlens, str(dims["B"] + 1), dims)
+    indices = {"seq_len": seq_len, "cu_seqlens": batch.cu_seqlens, "slots": batch.slots}
+    for name, tensor in indices.items():
+        check_dtype(name, tensor, *INTEGERS)
+        check_last_stride(name, tensor)
 
 
 def read_at(cursor: Tensor, slots: list[int]) -> list[int]:

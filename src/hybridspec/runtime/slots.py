@@ -113,7 +113,7 @@ class Allocator:
         numbers, entries, held = upload_parts([array("i", slots), table, pages], pools.device)
         pools.page_table.index_fill_(0, numbers.long(), -1)
         pools.page_table[:, :width].index_copy_(0, numbers.long(), entries.view(-1, width))
-        reset_slots(pools.slot_tensors(), numbers)
+        reset_slots(pools.start_tensors(), numbers)
         if self.has_clean_values:
             for memory in pools.of_kind(KvMemory):
                 memory.v_pages.index_fill_(0, held.long(), 0.0)

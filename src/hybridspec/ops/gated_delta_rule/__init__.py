@@ -9,11 +9,11 @@ from hybridspec.ops.gated_delta_rule.api import (
     prefill,
     verify,
 )
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.row_cursors import verify_rows
 
 __all__ = [
-    "Batch",
+    "FoldingBatch",
     "Gates",
     "Rows",
     "State",

@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,7 @@ from hybridspec.ops._triton_support import (
     explain_tensors,
     round_up_to_power_of_two,
 )
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.int8_state import SCALE_DTYPE, quantise, widen
 from hybridspec.ops.ring.view import RingView
 
@@ -69,7 +70,9 @@ def library() -> Callable[..., Any] | str:
     if not version.startswith(f"{_VERSION}."):
         return f"fla-core {version} is installed, needs {_VERSION}"
     try:
-        module = importlib.import_module("fla.ops.gated_delta_rule")
+        with warnings.catch_warnings():  # it says what else of its own is not installed
+            warnings.simplefilter("ignore", ImportWarning)
+            module = importlib.import_module("fla.ops.gated_delta_rule")
     except (ImportError, OSError, RuntimeError) as error:
         return f"fla-core cannot be imported: {str(error).splitlines()[0]}"
     return module.chunk_gated_delta_rule
@@ -105,7 +108,7 @@ def fixed_configurations(target: tuple[int, int]) -> Iterator[None]:
 
 
 def explain(
-    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch, chunk_size: int
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch, chunk_size: int
 ) -> str | None:
     """Say why the library cannot serve a prefill call, or return None; on a GPU warn of it once."""
     reason = _explain(rows, gates, state, batch, chunk_size)
@@ -119,7 +122,9 @@ def _warn_once(reason: str) -> None:
     _logger.warning("prompts of Gated DeltaNet layers run in plain PyTorch, slowly: %s", reason)
 
 
-def _explain(rows: Rows, gates: Gates, state: State, batch: Batch, chunk_size: int) -> str | None:
+def _explain(
+    rows: Rows, gates: Gates, state: State, batch: FoldingBatch, chunk_size: int
+) -> str | None:
     assert batch.slots is not None
     q, k, v, a, b, out = rows
     named = [("q", q), ("k", k), ("v", v), ("a", a), ("b", b), ("out", out)]
@@ -144,7 +149,7 @@ def _explain(rows: Rows, gates: Gates, state: State, batch: Batch, chunk_size: i
 
 
 def prefill(
-    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch, chunk_size: int
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch, chunk_size: int
 ) -> None:
     """Run prompts from their slots' states; see `hybridspec.ops.gated_delta_rule.prefill`."""
     run = library()

@@ -43,11 +43,7 @@ def explain_slots(*arguments: Any) -> str | None:
 
 
 def decide_folds(
-    windows: Windows,
-    slots: Tensor,
-    num_verify_tokens: Tensor,
-    is_fold: Tensor,
-    max_window: int,
+    windows: Windows, slots: Tensor, num_verify_tokens: Tensor, is_fold: Tensor, max_window: int
 ) -> None:
     """Launch `triton_cursors.decide_folds_kernel`."""
     from hybridspec.ops.ring.triton_cursors import decide_folds_kernel

@@ -13,7 +13,7 @@ from hybridspec.ops._checks import (
     check_dtype,
     check_last_stride,
 )
-from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops._library import register_kernel
 from hybridspec.ops.rotary import cpu, launch
 
 __all__ = ["explain", "norm_and_rotate"]
@@ -56,7 +56,7 @@ def norm_and_rotate(
         ValueError: for a wrong shape, stride or backend.
 
     Numerics:
-        In the dtype of `weight`, rounded once at the end.
+        As `norms.rms_norm`: in the dtype of `weight`, rounded once at the end.
 
     Source:
         RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), equation 4; rotary embedding (Su et al.
@@ -97,8 +97,6 @@ def explain(
     return _op.explain(x, weight, cos, sin, out, eps)
 
 
-_op = register(
-    "rotary.norm_and_rotate",
-    kernel_or_reference(launch.explain, launch.norm_and_rotate, cpu.norm_and_rotate),
-    _check,
+_op = register_kernel(
+    "rotary.norm_and_rotate", launch.explain, launch.norm_and_rotate, cpu.norm_and_rotate, _check
 )

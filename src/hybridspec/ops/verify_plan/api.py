@@ -13,7 +13,7 @@ from hybridspec.ops._checks import (
     check_last_stride,
     check_option,
 )
-from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops._library import register_kernel
 from hybridspec.ops.verify_plan import cpu, launch
 from hybridspec.ops.verify_plan.call import Cursors, Drafts
 from hybridspec.ops.verify_plan.step import Step, Workspace
@@ -246,13 +246,11 @@ def _check_select_rows(
     _check_workspace("workspace", workspace, Workspace.of(dims["B"], dims["k"]).size)
 
 
-_select_rows = register(
+_select_rows = register_kernel(
     "verify_plan.select_rows",
-    kernel_or_reference(
-        lambda drafts, slots, *others: launch.explain(slots, drafts.confidences.shape[1]),
-        launch.select_rows,
-        cpu.select_rows,
-    ),
+    launch.explain_drafts,
+    launch.select_rows,
+    cpu.select_rows,
     _check_select_rows,
 )
 
@@ -261,13 +259,11 @@ def _check_build_params(token_ids: Tensor, slots: Tensor, cursors: Cursors, plan
     _check_build(token_ids, slots, cursors, plan, {})
 
 
-_build_params = register(
+_build_params = register_kernel(
     "verify_plan.build_params",
-    kernel_or_reference(
-        lambda token_ids, slots, *others: launch.explain(slots, token_ids.shape[1] - 1),
-        launch.build_params,
-        cpu.build_params,
-    ),
+    launch.explain_tokens,
+    launch.build_params,
+    cpu.build_params,
     _check_build_params,
 )
 
@@ -285,13 +281,11 @@ def _check_plan_step(
     _check_workspace("plan.workspace", plan.workspace, Workspace.of(dims["B"], dims["k"]).size)
 
 
-_plan_step = register(
+_plan_step = register_kernel(
     "verify_plan.plan_step",
-    kernel_or_reference(
-        lambda drafts, tokens, slots, *others: launch.explain(slots, tokens.shape[1] - 1),
-        launch.plan_step,
-        cpu.plan_step,
-    ),
+    launch.explain_drafts,
+    launch.plan_step,
+    cpu.plan_step,
     _check_plan_step,
 )
 

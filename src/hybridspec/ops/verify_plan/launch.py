@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -225,16 +226,10 @@ def plan_step(
 
 def compact_hidden(hidden: Tensor, sources: Tensor, out: Tensor) -> None:
     """Gather rows; see api.py."""
-    from hybridspec.ops.verify_plan import triton_compact
+    from hybridspec.ops.verify_plan.triton_compact import gather_rows_kernel
 
-    num_rows, width = out.shape
-    if out.numel() == 0:
-        return
-    block = min(_block(width), _BLOCK_COLUMNS)
-    with torch.cuda.device_of(out):
-        triton_compact.gather_rows_kernel[(num_rows, _ceil_div(width, block))](
-            hidden, sources, out, width, hidden.stride(0), out.stride(0), BLOCK=block
-        )
+    strides = hidden.stride(0), out.stride(0)
+    _launch_rows(gather_rows_kernel, out, hidden, sources, out, out.shape[1], *strides)
 
 
 def compact_sampling(
@@ -279,14 +274,18 @@ def compact_groups(
 
 def copy_page_table(page_table: Tensor, source: Tensor, requests: Tensor) -> None:
     """page_table[i] = source[requests[i], :width]; see entries.py."""
-    from hybridspec.ops.verify_plan import triton_compact
+    from hybridspec.ops.verify_plan.triton_compact import copy_page_table_kernel
 
-    num_rows, width = page_table.shape
-    if page_table.numel() == 0:
+    strides = *source.stride(), *page_table.stride()
+    width = page_table.shape[1]
+    _launch_rows(copy_page_table_kernel, page_table, source, requests, page_table, width, *strides)
+
+
+def _launch_rows(kernel: Any, out: Tensor, *arguments: Any) -> None:
+    """Launch programs for pieces of the rows of `out`."""
+    num_rows, width = out.shape
+    if out.numel() == 0:
         return
     block = min(_block(width), _BLOCK_COLUMNS)
-    with torch.cuda.device_of(page_table):
-        triton_compact.copy_page_table_kernel[(num_rows, _ceil_div(width, block))](
-            source, requests, page_table, width, *source.stride(), *page_table.stride(),
-            BLOCK=block,
-        )  # fmt: skip
+    with torch.cuda.device_of(out):
+        kernel[(num_rows, _ceil_div(width, block))](*arguments, BLOCK=block)
