@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers.tiny_checkpoints import Family, build_tiny_checkpoint
 from hybridspec import LLM, SamplingParams
+from hybridspec.models.mlp import explain_grouped
 
 
 def make_requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -37,3 +40,26 @@ def test_speculative_equals_plain(tmp_path: Path, family: Family) -> None:
         assert [r.outputs[0].token_ids for r in results] == plain, options
     drafted = [count for r in results for count in r.stats.drafted_per_step]
     assert any(drafted)
+
+
+def test_info_says_what_multiplies_experts(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path, family="qwen3_5_moe")
+    name, reason = LLM(tmp_path, device="cpu").describe().backends["experts"]
+    assert name == "reference" and reason.startswith("plain PyTorch; not grouped: on a CPU")
+
+
+@pytest.mark.parametrize(("dtype", "is_captured"), [("bfloat16", True), ("float16", False)])
+def test_experts_that_the_host_reads_are_not_captured(
+    tmp_path: Path, dtype: str, is_captured: bool
+) -> None:
+    """An engine that pretends to run on a GPU, where all other ops have kernels."""
+    build_tiny_checkpoint(tmp_path, family="qwen3_5_moe")
+    engine = LLM(tmp_path, device="cpu")._engine
+    device = torch.device("cuda")
+    reason = explain_grouped(device, getattr(torch, dtype))
+    assert reason is None if is_captured else "none is captured" in reason
+    backends = dict.fromkeys(engine.resolved.backends, ("triton", ""))
+    backends["experts"] = ("grouped" if reason is None else "reference", reason or "")
+    engine.resolved = replace(engine.resolved, backends=backends)
+    engine.pools.device = device
+    assert engine._can_capture(None) is is_captured

@@ -116,7 +116,9 @@ def test_a_slot_does_not_see_what_was_left_in_its_cache(
         pools.grow_pages(3)
         for pool in pools.of_kind(KvMemory):
             pool.v_pages.fill_(torch.nan)
-        page = int(pools.page_table[allocator.acquire(5), 0])
+        slot = allocator.acquire(5)
+        allocator.prepare([slot])
+        page = int(pools.page_table[slot, 0])
         for pool in pools.of_kind(KvMemory):
             clean = pool.v_pages.eq(0).flatten(1).all(1)
             assert clean.tolist() == [backend == "fa3" and p == page for p in range(3)]

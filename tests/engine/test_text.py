@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,9 +50,12 @@ def run(request: Request, tokens: list[int], cuts: list[int]) -> tuple[object, .
     for size in [*cuts, len(tokens)]:
         step = tokens[start : start + size]
         start += size
-        reports = [{max(token, 0): Logprob(-token / 8, 1)} for token in step]
+        reports = None
+        if request.params.logprobs is not None:
+            reports = [{max(token, 0): Logprob(-token / 8, 1)} for token in step]
         taken = request.take(step, reports)
-        posted = request.post(["bonus"] * taken, [], 0, False)
+        request.post(taken, 0, [], 0, False)
+        posted = request.outbox[-1]
         assert posted.token_ids == step[:taken]
         pieces.append(posted.text)
         if request.finish_reason is not None:
@@ -80,6 +85,10 @@ def test_the_split_into_steps_changes_nothing(
     tokens = [*text.encode(), *end]
     single = run(request_for(params, limit=limit), tokens, [1] * len(tokens))
     assert run(request_for(params, limit=limit), tokens, cuts) == single
+    # Without reports, tokens that plainly end nothing are taken in together.
+    params = replace(params, logprobs=None)
+    output, ids = run(request_for(params, limit=limit), tokens, cuts)
+    assert (replace(single[0], logprobs=None, cumulative_logprob=None), single[1]) == (output, ids)
 
 
 @PROFILE
@@ -145,12 +154,34 @@ def test_a_step_output_keeps_showing_its_own_step() -> None:
     steps = []
     for text in (b"ab", "\u20ac".encode()[:2], "\u20ac".encode()[2:]):
         request.take([*text], [{token: Logprob(-1.0, 1)} for token in text])
-        steps.append(request.post(["bonus"] * len(text), [], 0, False))
+        request.post(len(text), 0, [], 0, False)
+        steps.append(request.outbox.popleft())
     outputs = [step.output.outputs[0] for step in steps]
     assert [output.text for output in outputs] == ["ab", "ab", "ab\u20ac"]
     assert [len(output.token_ids) for output in outputs] == [2, 4, 5]
     assert [output.cumulative_logprob for output in outputs] == [-2.0, -4.0, -5.0]
     assert [step.text for step in steps] == ["ab", "", "\u20ac"]
+
+
+def test_what_waits_to_be_fetched_is_plain_values() -> None:
+    """The garbage collector follows no object per request and step."""
+    request = request_for(SamplingParams())
+    for step in range(3):
+        request.take([97, 98])
+        request.stats.committed_per_step += [2] * (step > 0)
+        request.post(2, 1, [97, 99], 5, step == 2)
+    kinds = {type(part) for posted in request.group.posted for part in (posted, *posted)}
+    assert kinds == {tuple, int, str, bool, type(None)}
+    assert {type(draft) for posted in request.group.posted for draft in posted[6]} == {int}
+    outbox = request.outbox
+    assert len(outbox) == 3 and outbox[-1].step == 2 and outbox[-1].is_fold
+    assert outbox.popleft().origins == ["prefill"] * 2
+    [second, third] = outbox
+    assert (second.token_ids, second.drafted) == ([97, 98], [97, 99])
+    assert second.origins == ["accepted", "recovered"] and second.text == "ab"
+    assert third.output.outputs[0].text == "ababab" and second.output.outputs[0].text == "abab"
+    outbox.clear()
+    assert not request.outbox and not request.group.posted
 
 
 def test_reports_name_their_tokens() -> None:

@@ -56,7 +56,12 @@ class ScriptedStream:
             step = tokens[start : start + size]
             start += size
             taken = request.take(step, [{max(token, 0): Logprob(-1.0, 1)} for token in step])
-            request.post(["bonus"] * taken, [], 0, False)
+            drafts = step[: max(taken - 1, 0)]
+            stats = request.stats  # a verify step's, no prefill's
+            stats.committed_per_step.append(taken)
+            stats.drafted_per_step.append(len(drafts))
+            stats.accepted_per_step.append(len(drafts))
+            request.post(taken, len(drafts), drafts, 0, False)
             if request.finish_reason is not None:
                 break
         self.requests = [request]
@@ -197,4 +202,4 @@ def test_usage_along_the_way() -> None:
         for chunk in chunks[:-1]
         for piece in chunk["choices"][0].get("speculation", {"pieces": []})["pieces"]
     ]
-    assert pieces == [["a", "bonus"], ["b", "bonus"], ["c", "bonus"], ["", "bonus"]]
+    assert pieces == [["a", "bonus"], ["b", "bonus"], ["c", "accepted"], ["", "bonus"]]

@@ -113,6 +113,34 @@ def test_a_step_on_a_cpu(
     assert (reads, uploads) == (CPU_READS, {"Runner._upload": 1})
 
 
+def test_what_a_batch_asks_for_is_looked_up_once(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And anew when somebody joins or leaves."""
+    engine = LLM(tiny.folder, draft_tokens=3, device="cpu")._engine
+    requests = running(engine, GREEDY)
+    batches = []
+    asks = engine.runner._asks
+    monkeypatch.setattr(
+        engine.runner, "_asks", lambda batch: batches.append([*batch]) or asks(batch)
+    )
+    for _ in range(3):
+        engine.step()
+    assert batches == []
+    engine.abort(requests[1])
+    engine.step()
+    engine.step()
+    assert batches == [[requests[0], *requests[2:]]]
+    options = SamplingParams(**SAMPLED, max_tokens=100, seed=1)
+    engine.submit(engine.make_request([1, 2], options))
+    for _ in range(3):
+        engine.step()
+    [_, prefilled, decoded] = batches
+    assert decoded == [*batches[0], *prefilled]
+    uses = engine.runner.decoder.sampling.uses([request.slot for request in decoded])
+    assert uses.has_counts and uses.has_bias and uses.has_noise
+
+
 def test_what_is_counted_is_seen(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read and an upload more would be found."""
     engine = LLM(tiny.folder, draft_tokens=3, device="cpu")._engine

@@ -11,10 +11,13 @@ from hybridspec.errors import UnsupportedError
 from hybridspec.models import ModelConfig
 from hybridspec.models.hybrid import MIXERS
 from hybridspec.models.layers import ATTENTION, PROMPT_ATTENTION
+from hybridspec.models.mlp import explain_grouped
 from hybridspec.ops.sampling import explain_choose
 from hybridspec.runtime import MemorySpecs, Pools
 
-__all__ = ["Choices", "choose_backends"]
+__all__ = ["EXPERTS", "Choices", "choose_backends"]
+
+EXPERTS = "experts"
 
 _log = logging.getLogger("hybridspec")
 _SERVES = "serves this device, these dtypes and sizes"
@@ -76,6 +79,11 @@ def choose_backends(
             choices[op] = _choice(refusals, requested, is_asked_for=op == ATTENTION)
     for op in (ATTENTION, PROMPT_ATTENTION):
         choices.setdefault(op, ("reference", "no layer attends"))
+    if model.moe is not None:
+        grouped = explain_grouped(device, specs.options.dtype)
+        choices[EXPERTS] = _choice(
+            {"grouped": grouped, "reference": None}, "auto", is_asked_for=False
+        )
     choices["sampling"] = _choice(explain_choose(device), "auto", is_asked_for=False)
     _log.info("attention: %s, prompts: %s", choices[ATTENTION][0], choices[PROMPT_ATTENTION][0])
     return choices

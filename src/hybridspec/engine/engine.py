@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from hybridspec.config import EngineConfig, SamplingParams
+from hybridspec.engine.backends import EXPERTS
 from hybridspec.engine.drafting import make_drafter
 from hybridspec.engine.graphs import StepGraphs, ladder
 from hybridspec.engine.interrupts import interrupts_wait
@@ -38,7 +39,7 @@ __all__ = ["Engine"]
 
 _log = logging.getLogger("hybridspec")
 
-CAPTURED_OPS = ("gated_delta_rule", "causal_conv1d", ATTENTION)
+CAPTURED_OPS = ("gated_delta_rule", "causal_conv1d", ATTENTION, EXPERTS)
 # Prompt rows of one request per forward: a chunk takes as long as some decode steps.
 PROMPT_CHUNKS = {"cpu": 512, "cuda": 4096}
 MOST_CAPTURED = 256  # requests of the largest captured step

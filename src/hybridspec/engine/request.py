@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from array import array
 from bisect import bisect_right
 from collections import deque
@@ -11,13 +10,8 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 from hybridspec.config import SamplingParams
-from hybridspec.engine.outputs import (
-    CompletionOutput,
-    RequestOutput,
-    RequestStats,
-    StepOutput,
-    join_stats,
-)
+from hybridspec.engine.outbox import Outbox, Posted
+from hybridspec.engine.outputs import CompletionOutput, RequestOutput, RequestStats, join_stats
 from hybridspec.engine.text import Text
 from hybridspec.models import Tokenizer
 from hybridspec.ops.sampling import NO_TOKEN
@@ -41,7 +35,7 @@ class RequestGroup:
         tokenizer: names tokens in reports; None where no text is made.
         requests: all continuations by index; empty if there is only one (a reference from it to
             itself would keep it until a garbage collection).
-        outbox: step outputs that were not fetched yet, oldest first.
+        posted: what steps added and nobody fetched yet, oldest first: see `Request.outbox`.
         prompt_logprobs: a report for each prompt row so far, None for the first; None if not asked.
         num_posted: step outputs made so far.
     """
@@ -54,7 +48,7 @@ class RequestGroup:
     limit: int
     tokenizer: Tokenizer | None = None
     requests: list[Request] = field(default_factory=list)
-    outbox: deque[StepOutput] = field(default_factory=deque)
+    posted: deque[Posted] = field(default_factory=deque)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_posted: int = 0
     _names: dict[int, str] = field(default_factory=dict)
@@ -147,8 +141,9 @@ class Request:
         return self.group.limit
 
     @property
-    def outbox(self) -> deque[StepOutput]:
-        return self.group.outbox
+    def outbox(self) -> Outbox:
+        """Step outputs of all continuations that were not fetched yet, oldest first."""
+        return Outbox(self, self.group.posted)
 
     @property
     def token_ids(self) -> list[int]:
@@ -192,6 +187,11 @@ class Request:
         Returns:
             How many were taken.
         """
+        if reports is None and self._goes_on(tokens):
+            self.history.extend(tokens)
+            if self.text is not None:
+                self.text.extend(tokens)
+            return len(tokens)
         for taken, token in enumerate(tokens):
             if self.finish_reason is not None:
                 return taken
@@ -202,36 +202,37 @@ class Request:
         return len(tokens)
 
     def post(
-        self, origins: list[str], drafted: list[int], history_len: int, is_fold: bool
-    ) -> StepOutput:
-        """Put what a step added into the outbox; arguments and result as in StepOutput.
+        self, count: int, num_accepted: int, drafted: Sequence[int], history_len: int, is_fold: bool
+    ) -> None:
+        """Put what a step added into the outbox.
 
-        There is an origin for each token that the step added.
+        Args:
+            count: tokens that the step added.
+            num_accepted: drafts that were right.
+            drafted, history_len, is_fold: as in StepOutput.
         """
-        group, count = self.group, len(origins)
+        group, text = self.group, self.text
         group.num_posted += 1
-        text = "" if self.text is None else self.text.take()
-        num_chars = 0 if self.text is None else self.text.num_chars
-        mark = (group.num_posted, self.num_generated, num_chars, self.finish_reason)
-        self._marks.append(mark)
-        has_logprobs = group.params.logprobs is not None
-        step = StepOutput(
-            step=len(self.stats.committed_per_step),
-            token_ids=self.history[len(self.history) - count :].tolist(),
-            origins=origins,
-            drafted=drafted,
-            text=text,
-            history_len=history_len,
-            is_fold=is_fold,
-            finished=self.finish_reason is not None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            index=self.index,
-            logprobs=self.logprobs[len(self.logprobs) - count :] if has_logprobs else None,
-            make_output=functools.partial(self.output, group.num_posted),
+        added = "" if text is None else text.take()
+        num_chars = 0 if text is None else text.num_chars
+        total = len(self.history) - len(group.prompt_token_ids)
+        self._marks.append((group.num_posted, total, num_chars, self.finish_reason))
+        group.posted.append(
+            (
+                group.num_posted,
+                self.index,
+                len(self.stats.committed_per_step),
+                total - count,
+                count,
+                num_accepted,
+                tuple(drafted),
+                added,
+                history_len,
+                is_fold,
+                self.finish_reason,
+                self.stop_reason,
+            )
         )
-        group.outbox.append(step)
-        return step
 
     def output(self, at: int | None = None) -> RequestOutput:
         """Return the prompt with all its continuations.
@@ -272,6 +273,17 @@ class Request:
             error=self.error if reason == "error" else None,
             logprobs=logprobs,
             cumulative_logprob=total,
+        )
+
+    def _goes_on(self, tokens: Sequence[int]) -> bool:
+        """Whether it is plain that none of these tokens ends the request."""
+        group, text = self.group, self.text
+        return (
+            self.finish_reason is None
+            and (text is None or not text.has_stops)
+            and group.stop_ids.isdisjoint(tokens)
+            and NO_TOKEN not in tokens
+            and len(self.history) + len(tokens) < len(group.prompt_token_ids) + group.limit
         )
 
     def _add(self, token: int, report: TokenLogprobs | None) -> None:

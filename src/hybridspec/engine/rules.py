@@ -118,9 +118,11 @@ def make_options(
         ValueError: if every token is forbidden.
     """
     words = word_tokens(params.bad_words, tokenizer)
-    said = set(range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids)
-    said -= {word[0] for word in words if len(word) == 1}
-    if not (said - ends if params.min_tokens else said):
+    allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    forbidden = {word[0] for word in words if len(word) == 1}
+    if params.min_tokens:
+        forbidden |= ends
+    if all(token in forbidden for token in allowed):
         raise ValueError(
             "bad_words, stop_token_ids, allowed_token_ids: expected at least one token that may be "
             "said, got none"

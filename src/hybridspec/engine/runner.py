@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from hybridspec.engine.request import Request
 from hybridspec.ops.accept import RequestTable, StepResult, Taken
 from hybridspec.ops.sampling import NO_TOKEN
 from hybridspec.ops.verify_plan import Step
+from hybridspec.runtime import to_device, upload_parts
 from hybridspec.speculate import (
     Asks,
     Decoder,
@@ -45,12 +47,28 @@ class _Launch:
         copied: set on a device once the outcome lies in host memory.
     """
 
-    requests: list[Request]
-    admissions: list[int]
+    requests: Sequence[Request]
+    admissions: Sequence[int]
     outcome: Outcome
     is_prefill: bool
     started: float
     copied: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """The requests of a decode step, and what follows from their admissions.
+
+    Attributes:
+        admissions: of each request; they tell one batch from another.
+        requests, slots: the requests and where they are.
+        asks: what they need together.
+    """
+
+    admissions: list[int]
+    requests: list[Request]
+    slots: list[int]
+    asks: Asks
 
 
 class Runner:
@@ -70,31 +88,49 @@ class Runner:
         self.launched: deque[_Launch] = deque()
         self._steps: dict[tuple[int, int], Step] = {}
         self._lanes: tuple[list[int], Tensor] = ([], torch.empty(0))
+        self._last: _Batch | None = None
 
     def admit(self, request: Request) -> bool:
-        """Write what the device has to know of a request into its slot.
+        """Write a request's options into its slot; `write` brings the rest.
 
         Returns:
-            False if the space for its options is taken, so that it has to wait.
+            False if the space for them is taken, so that it has to wait.
         """
-        decoder, pools, slot = self.decoder, self.decoder.pools, request.slot
+        slot = request.slot
         assert slot is not None
         self.fit_tables()
-        if not self.decoder.sampling.write(slot, request.options, prompt=request.prompt_token_ids):
-            return False
-        requests, size = decoder.requests, pools.page_size
-        prompt = torch.tensor(request.prompt_token_ids, dtype=torch.int32)
-        pages = pools.page_table[slot, : -(-len(prompt) // size)].long()
-        padded = torch.zeros(pages.shape[0] * size, dtype=torch.int32)
-        padded[: len(prompt)] = prompt
-        pools.token_pages[pages] = padded.view(-1, size).to(pools.device)
-        wish = request.params.draft_tokens
-        most = requests.most_drafts
-        requests.draft_limit[slot] = most if wish is None else min(wish, most)
-        requests.last_position[slot] = len(prompt) + request.limit - 1
-        requests.num_drafts[slot] = 0
-        requests.is_done[slot] = 0
-        return True
+        return self.decoder.sampling.write(slot, request.options, prompt=request.prompt_token_ids)
+
+    def write(self, admitted: Sequence[tuple[Request, Sequence[int]]]) -> None:
+        """Write limits and prompts of requests into their slots and pages.
+
+        Nothing is waited for, and all requests share the copy and the launches.
+
+        Args:
+            admitted: requests, and the pages of each.
+        """
+        table, pools = self.decoder.requests, self.decoder.pools
+        most, size = table.most_drafts, pools.page_size
+        slots, limits, ends, places, tokens = (array("i") for _ in range(5))
+        for request, pages in admitted:
+            prompt, wish = request.prompt_token_ids, request.params.draft_tokens
+            num_pages = -(-len(prompt) // size)
+            assert request.slot is not None
+            slots.append(request.slot)
+            limits.append(most if wish is None else min(wish, most))
+            ends.append(len(prompt) + request.limit - 1)
+            places.extend(pages[:num_pages])
+            tokens.extend(prompt)
+            tokens.extend([0] * (num_pages * size - len(prompt)))
+        numbers, draft_limit, last_position, at, ids = upload_parts(
+            [slots, limits, ends, places, tokens], pools.device
+        )
+        rows = numbers.long()
+        table.draft_limit.index_copy_(0, rows, draft_limit)
+        table.last_position.index_copy_(0, rows, last_position)
+        table.num_drafts.index_fill_(0, rows, 0)
+        table.is_done.index_fill_(0, rows, 0)
+        pools.token_pages.index_copy_(0, at.long(), ids.view(-1, size))
 
     def fit_tables(self) -> None:
         """Give the tables as many slots as the pools have, which grow and shrink on a CPU."""
@@ -105,6 +141,7 @@ class Runner:
 
     def release(self, slot: int) -> None:
         """Give back the space that `admit` took."""
+        self._last = None  # it holds on to its requests
         self.decoder.sampling.release(slot)
 
     def prefill(self, chunks: Sequence[tuple[Request, int]]) -> None:
@@ -170,12 +207,23 @@ class Runner:
         It is not waited for: `collect` tells the requests what it brought.
         """
         started = time.perf_counter()
-        asks = self._asks(requests)
-        slots = [slot for request in requests if (slot := request.slot) is not None]
-        outcome = None if self.graphs is None else self.graphs.run(slots, asks)
+        batch = self._batch(requests)
+        outcome = None if self.graphs is None else self.graphs.run(batch.slots, batch.asks)
         if outcome is None:
-            outcome = self._run(slots, asks)
-        self._launch(list(requests), outcome, started, is_prefill=False)
+            outcome = self._run(batch.slots, batch.asks)
+        self._launch(batch.requests, outcome, started, is_prefill=False)
+
+    def _batch(self, requests: Sequence[Request]) -> _Batch:
+        """Describe a batch; most are the same as the one before."""
+        admissions = [request.admission for request in requests]
+        if self._last is None or self._last.admissions != admissions:
+            self._last = _Batch(
+                admissions=admissions,
+                requests=list(requests),
+                slots=[slot for request in requests if (slot := request.slot) is not None],
+                asks=self._asks(requests),
+            )
+        return self._last
 
     def _run(self, slots: list[int], asks: Asks) -> Outcome:
         """Run a step operator by operator."""
@@ -200,9 +248,11 @@ class Runner:
             elapsed = time.perf_counter() - launch.started
             first = 0
             rows = launch.outcome.result.packed[: len(launch.requests)].tolist()
-            for b, (request, row) in enumerate(zip(launch.requests, rows, strict=True)):
+            for request, admission, row in zip(
+                launch.requests, launch.admissions, rows, strict=True
+            ):
                 taken = Taken.of(row)
-                if request.finish_reason is None and request.admission == launch.admissions[b]:
+                if request.finish_reason is None and request.admission == admission:
                     self._tell(request, taken, launch, first, elapsed)
                 first += taken.num_rows
 
@@ -210,10 +260,9 @@ class Runner:
         self, request: Request, taken: Taken, launch: _Launch, first: int, elapsed: float
     ) -> None:
         """Hand a request its tokens and post what the step added."""
-        tokens, report = taken.tokens, launch.outcome.report
-        count = request.params.logprobs
+        tokens, drafts, report = taken.tokens, taken.drafts, launch.outcome.report
         reports: list[TokenLogprobs] | None = None
-        if report is not None and count is not None:
+        if report is not None and (count := request.params.logprobs) is not None:
             reports = report.read(tokens, [count] * len(tokens), first)
         if taken.done == RequestTable.DONE_BY_NAN:
             tokens, reports = [*tokens, NO_TOKEN], None if reports is None else [*reports, {}]
@@ -221,19 +270,17 @@ class Runner:
         stats = request.stats
         if launch.is_prefill:
             stats.prefill_s = time.perf_counter() - request.admitted_at
-            request.post(["prefill"] * num_taken, [], 0, False)
+            request.post(num_taken, 0, [], 0, False)
             return
         stats.committed_per_step.append(num_taken)
-        stats.drafted_per_step.append(len(taken.drafts))
+        stats.drafted_per_step.append(len(drafts))
         stats.accepted_per_step.append(taken.num_accepted)
         stats.folds += taken.is_fold
         stats.decode_s += elapsed
-        last = "bonus" if taken.num_accepted == len(taken.drafts) else "recovered"
-        origins = (["accepted"] * taken.num_accepted + [last])[:num_taken]
-        request.post(origins, taken.drafts, taken.history_len, taken.is_fold)
+        request.post(num_taken, taken.num_accepted, drafts, taken.history_len, taken.is_fold)
 
     def _launch(
-        self, requests: list[Request], outcome: Outcome, started: float, *, is_prefill: bool
+        self, requests: Sequence[Request], outcome: Outcome, started: float, *, is_prefill: bool
     ) -> None:
         """Note a step and begin to copy its outcome to the host."""
         copied = None
@@ -276,9 +323,7 @@ class Runner:
         return self._steps[size]
 
     def _upload(self, values: Sequence[int | None], dtype: torch.dtype = torch.int32) -> Tensor:
-        host = torch.tensor(values, dtype=dtype)
-        device = self.decoder.pools.device
-        return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+        return to_device(torch.tensor(values, dtype=dtype), self.decoder.pools.device)
 
 
 def _next(span: Sequence[int], rows: int) -> Sequence[int]:

@@ -34,6 +34,7 @@ class Scheduler:
         self.allocator = allocator
         self.runner = runner
         self._admissions = itertools.count()
+        self._unwritten: list[Request] = []  # have a slot that the device does not know of yet
         self.max_prompt_rows = max_prompt_rows
         self.max_chunk = max_chunk
         self.waiting: deque[Request] = deque()
@@ -49,10 +50,15 @@ class Scheduler:
 
     def admit(self) -> None:
         """Move waiting requests to prefill, in order, as long as they fit; drop what never will."""
-        self._admit_all()
-        self.allocator.clean()
+        self._give_slots()
+        # One whose caller has gone meanwhile has no slot any more.
+        new = [(one, slot) for one in self._unwritten if (slot := one.slot) is not None]
+        if new:
+            self.allocator.prepare([slot for _, slot in new])
+            self.runner.write([(one, self.allocator.pages_of(slot)) for one, slot in new])
+        self._unwritten.clear()
 
-    def _admit_all(self) -> None:
+    def _give_slots(self) -> None:
         while self.waiting:
             try:
                 slot = self.allocator.acquire(self.waiting[0].max_tokens_in_logs)
@@ -71,6 +77,7 @@ class Scheduler:
             self.waiting.popleft()
             request.admitted_at = time.perf_counter()
             self.prefilling.append(request)
+            self._unwritten.append(request)
 
     def prefill_chunks(self) -> list[tuple[Request, int]]:
         """The requests whose prompts go on now, and how many rows of each.
@@ -89,21 +96,28 @@ class Scheduler:
 
     def settle(self) -> None:
         """Move prefilled requests to decoding and let finished ones go."""
-        still_prefilling = []
-        for request in self.prefilling:
-            if request.num_prefilled < len(request.prompt_token_ids):
-                still_prefilling.append(request)
-            else:
-                self.running.append(request)
-        self.prefilling = still_prefilling
-        for request in [r for r in self.running if r.finish_reason is not None]:
-            self.remove(request)
+        if self.prefilling:
+            still_prefilling = []
+            for request in self.prefilling:
+                if request.num_prefilled < len(request.prompt_token_ids):
+                    still_prefilling.append(request)
+                else:
+                    self.running.append(request)
+            self.prefilling = still_prefilling
+        ended = [request for request in self.running if request.finish_reason is not None]
+        if ended:
+            self.running = [request for request in self.running if request.finish_reason is None]
+        for request in ended:
+            self._free(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out of whichever queue holds it and free its slot."""
         for queue in (self.waiting, self.prefilling, self.running):
             if request in queue:
                 queue.remove(request)
+        self._free(request)
+
+    def _free(self, request: Request) -> None:
         if request.slot is not None:
             self.runner.release(request.slot)
             self.allocator.release(request.slot)

@@ -36,6 +36,16 @@ class Text:
         self._num_taken = 0  # of the pieces
         self._tail = ""  # the longest end of the text that begins a stop string
 
+    @property
+    def has_stops(self) -> bool:
+        """Whether strings end the text."""
+        return bool(self._stops)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add the text of tokens where no string ends it."""
+        assert not self._stops
+        self._release(self._detokenizer.push(tokens))
+
     def push(self, token: int, *, may_stop: bool = True) -> str | None:
         """Add a token's text.
 

@@ -11,7 +11,20 @@ from torch import Tensor
 from hybridspec.models.config import MoeConfig
 from hybridspec.ops.activations import swiglu
 
-__all__ = ["Mlp", "MoeMlp"]
+__all__ = ["Mlp", "MoeMlp", "explain_grouped"]
+
+
+def explain_grouped(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say why the experts' products are not made in one operator, or return None.
+
+    Where they are not, the host reads how many rows each expert has.
+    """
+    if device.type != "cuda":
+        return "on a CPU it is slower where experts have no rows"
+    if dtype is not torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        return f"takes bfloat16 only, not {name}: every step waits for the host, none is captured"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +97,7 @@ class MoeMlp:
         of_expert, order = experts.flatten().sort(stable=True)
         numbers = torch.arange(self.config.num_experts, device=x.device)
         ends = torch.searchsorted(of_expert, numbers, right=True, out_int32=True)
-        is_at_once = x.is_cuda and x.dtype is torch.bfloat16  # all that the operator takes there
+        is_at_once = explain_grouped(x.device, x.dtype) is None
         products = _products_at_once if is_at_once else _products_one_by_one
         inputs = x.index_select(0, order.div(per_row, rounding_mode="floor"))
         gated = _gated(products(inputs, self.gate_up_weight, ends))

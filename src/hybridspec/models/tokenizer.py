@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as JsonTokenizer
@@ -35,6 +36,7 @@ class Tokenizer:
         self._added_bytes = {token: one.content.encode() for token, one in added.items()}
         decoder = json.loads(backend.to_str())["decoder"] or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
+        self._bytes: dict[int, bytes] = {}  # of the tokens that were asked for
 
     @property
     def vocab_size(self) -> int:
@@ -79,8 +81,16 @@ class Tokenizer:
         """
         if not self._is_byte_level:
             return None
+        if skip_special_tokens and token_id in self._special_ids:
+            return b""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._bytes_of(token_id)
+        return found
+
+    def _bytes_of(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
-        if token is None or (skip_special_tokens and token_id in self._special_ids):
+        if token is None:
             return b""
         if token_id in self._added_bytes:  # written out, not in the characters of the vocabulary
             return self._added_bytes[token_id]
@@ -112,7 +122,7 @@ class Detokenizer:
         self._context: list[int] = []
         self._held: list[int] = []
 
-    def push(self, token_ids: list[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """Take more tokens and return the text that became certain."""
         pieces = [
             self._tokenizer.token_bytes(token, skip_special_tokens=self._skips_special)

@@ -8,6 +8,7 @@ from hybridspec.runtime.pools import Pools
 from hybridspec.runtime.sampling_table import SamplingPool
 from hybridspec.runtime.slot_options import SlotOptions
 from hybridspec.runtime.slots import Allocator
+from hybridspec.runtime.upload import to_device, upload_parts
 
 __all__ = [
     "Allocator",
@@ -20,4 +21,6 @@ __all__ = [
     "SamplingPool",
     "SlotOptions",
     "available_host_bytes",
+    "to_device",
+    "upload_parts",
 ]

@@ -17,6 +17,7 @@ from torch import Tensor
 from hybridspec.ops.sampling import SamplingTable, SamplingUses
 from hybridspec.runtime.pieces import Pieces
 from hybridspec.runtime.slot_options import SlotOptions, packed_counts
+from hybridspec.runtime.upload import to_device
 
 __all__ = ["SamplingPool"]
 
@@ -125,8 +126,8 @@ class SamplingPool:
     def uses(self, slots: Sequence[int]) -> SamplingUses:
         """Say what choosing tokens for a batch of slots needs."""
         together = SamplingUses()
-        for slot in slots:
-            together |= self._held[slot].uses
+        for uses in {self._held[slot].uses for slot in slots}:
+            together |= uses
         return together
 
     def needs_eager(self, slot: int) -> bool:
@@ -262,7 +263,7 @@ class SamplingPool:
             uses=replace(options.uses, has_bias="bias" in pieces, has_words="words" in pieces),
             pieces=pieces,
             words=words,
-            dense_bias=None if dense_bias is None else dense_bias.to(self.device),
+            dense_bias=None if dense_bias is None else to_device(dense_bias, self.device),
             far_words=[w for w in options.bad_words if len(w) > 1 and tuple(w) not in kept],
         )
 
@@ -301,8 +302,7 @@ class SamplingPool:
             array("i", counts.values()).tobytes(),
         ]
         packed = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.int32)
-        if self.device.type == "cuda":
-            packed = packed.pin_memory().to(self.device, non_blocking=True)
+        packed = to_device(packed, self.device)
         sizes = [len(part) // 4 for part in parts]
         self._unpack(slot, packed.split(sizes), starts)
 

@@ -7,15 +7,15 @@ give back what they took when nothing runs any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 from hybridspec.errors import CapacityError
 from hybridspec.ops.ring import reset_slots
 from hybridspec.runtime.memory import KvMemory
 from hybridspec.runtime.pools import Pools
+from hybridspec.runtime.upload import upload_parts
 
 __all__ = ["Allocator"]
 
@@ -45,7 +45,6 @@ class Allocator:
     _free_slots: list[int] = field(init=False)
     _free_pages: list[int] = field(init=False)
     _pages: dict[int, list[int]] = field(init=False, default_factory=dict)
-    _unclean: list[int] = field(init=False, default_factory=list)
     _is_full: bool = field(init=False, default=False)  # growing failed; until a request ends
 
     def __post_init__(self) -> None:
@@ -73,7 +72,7 @@ class Allocator:
         return self.can_grow or pages <= self.pools.num_pages
 
     def acquire(self, num_tokens: int) -> int | None:
-        """Reserve a slot with pages for `num_tokens` rows; `clean` must follow before it is used.
+        """Reserve a slot with pages for `num_tokens` rows; `prepare` makes it ready for use.
 
         Returns:
             The slot, or None if the request has to wait.
@@ -91,31 +90,33 @@ class Allocator:
                 )
             return None
         slot, mine = self._free_slots[-1], self._free_pages[: -pages - 1 : -1]
-        pools = self.pools
-        row = torch.full((pools.page_table.shape[1],), -1, dtype=torch.int32)
-        row[:pages] = torch.tensor(mine, dtype=torch.int32)
-        pools.page_table[slot] = row.to(pools.device)
-        self._unclean.append(slot)
-        if self.has_clean_values:
-            pages_of_slot = pools.page_table[slot, :pages].to(torch.int64)
-            for memory in pools.of_kind(KvMemory):
-                memory.v_pages.index_fill_(0, pages_of_slot, 0.0)
-        # Last, so that nothing is lost where the above is interrupted.
         self._pages[slot] = mine
         self._free_slots.pop()
         del self._free_pages[-pages:]
         return slot
 
-    def clean(self) -> None:
-        """Zero cursors and states of the slots handed out since the last call, all in one go.
+    def pages_of(self, slot: int) -> Sequence[int]:
+        """The pages that a slot holds, in the order of its tokens."""
+        return self._pages[slot]
 
-        Comes before anything runs in them.
+    def prepare(self, slots: Sequence[int]) -> None:
+        """Write the page tables of slots that were reserved, and clear what they held before.
+
+        Nothing is waited for, and all slots share the copy and the launches.
         """
-        if self._unclean:
-            device = self.pools.device
-            slots = torch.tensor(self._unclean, dtype=torch.int32).to(device)
-            self._unclean.clear()
-            reset_slots(self.pools.start_tensors(), slots)
+        pools, mine = self.pools, [self._pages[slot] for slot in slots]
+        width = max(map(len, mine))
+        table, pages = array("i"), array("i")
+        for one in mine:
+            pages.extend(one)
+            table.extend([*one, *[-1] * (width - len(one))])
+        numbers, entries, held = upload_parts([array("i", slots), table, pages], pools.device)
+        pools.page_table.index_fill_(0, numbers.long(), -1)
+        pools.page_table[:, :width].index_copy_(0, numbers.long(), entries.view(-1, width))
+        reset_slots(pools.start_tensors(), numbers)
+        if self.has_clean_values:
+            for memory in pools.of_kind(KvMemory):
+                memory.v_pages.index_fill_(0, held.long(), 0.0)
 
     def release(self, slot: int) -> None:
         """Give a slot and its pages back."""

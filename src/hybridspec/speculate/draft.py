@@ -205,7 +205,7 @@ class DraftsFromLists:
         wanted = wanted_drafts(decoder, slots).tolist()
         numbers = slots.tolist()
         asking = [b for b, count in enumerate(wanted) if count > 0]
-        requests.num_drafts[slots] = 0
+        requests.num_drafts.index_fill_(0, requests.rows_of(slots).long(), 0)
         drafts = self.inner.propose(
             [numbers[b] for b in asking],
             [array("i", decoder.history(numbers[b], decoder.pools.seq_len)) for b in asking],

@@ -162,18 +162,22 @@ class Step:
             sources.extend(range(b * longest, b * longest + length))
 
         def column(values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+            host = torch.tensor(values, dtype=dtype)
+            # From other memory than pinned one a copy waits for the steps in flight.
+            return (host.pin_memory() if device.type == "cuda" else host).to(
+                device, non_blocking=True
+            )
 
         return cls(
             cu_seqlens=column(offsets),
             num_verify_tokens=column(lengths),
             kv_len=column([start + n for start, n in zip(starts, lengths, strict=True)]),
             slots=column(slots),
-            is_fold=column([0] * len(slots), torch.int8),
+            is_fold=torch.zeros(len(slots), dtype=torch.int8, device=device),
             token_ids=token_ids,
             positions=column(positions, torch.int64),
             sources=column(sources),
-            workspace=column(()),
+            workspace=torch.empty(0, dtype=torch.int32, device=device),
             max_seqlen=longest,
             is_prefill=is_prefill,
         )
