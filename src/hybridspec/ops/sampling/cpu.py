@@ -6,10 +6,12 @@ device takes the kernels.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from .._library import Written
+from .._library import Lasting, Written
 from .gumbel import gumbel_noise
 from .mass import TiledMass
 from .table import COUNT_MASK, SamplingTable, SamplingUses
@@ -21,11 +23,11 @@ def choose(
     logits: Written[Tensor],
     slots: Tensor,
     offsets: Tensor,
-    table: SamplingTable,
-    seq_len: Tensor,
+    table: Lasting[SamplingTable],
+    seq_len: Lasting[Tensor],
     drafts: Tensor,
-    token_pages: Tensor,
-    page_table: Tensor,
+    token_pages: Lasting[Tensor],
+    page_table: Lasting[Tensor],
     mask: Tensor | None,
     uses: SamplingUses,
     out: Written[Tensor],
@@ -35,9 +37,11 @@ def choose(
         return
     has_edits = uses.has_edits or mask is not None
     if not (has_edits or uses.has_noise):
-        # The common case: one argmax, and as few other calls as there can be.
-        torch.argmax(logits, -1, out=out)
-        out.masked_fill_(~(_can_be_chosen(logits, out) & (slots >= 0)), -1)
+        # The common case: one search, and as few other calls as there can be.
+        most = logits.new_empty(logits.shape[0])
+        torch.max(logits, -1, out=(most, out))
+        if not all(map(math.isfinite, most.tolist())) or min(slots.tolist()) < 0:
+            out.masked_fill_(~(most.isfinite() & (slots >= 0)), -1)
         return
     is_live = slots >= 0
     slot = slots.clamp(min=0).long()
