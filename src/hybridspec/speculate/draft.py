@@ -35,7 +35,7 @@ def wanted_drafts(decoder: Decoder, slots: Tensor) -> Tensor:
     room = requests.last_position.index_select(0, rows) - newest - 1
     wanted = torch.minimum(requests.draft_limit.index_select(0, rows), room).clamp_(min=0)
     # The scratch row is done, so padding wants nothing.
-    return torch.where(requests.is_done.index_select(0, rows) == 0, wanted, 0)
+    return wanted * (requests.is_done.index_select(0, rows) == 0)
 
 
 class NoDrafter:
@@ -92,8 +92,7 @@ class MtpDrafter:
         requests.num_drafts.index_copy_(0, rows, wanted)
         counts = None if slots.is_cuda else wanted.tolist()
         hidden, tokens, cursor = last_hidden, slots, pools.seq_len.clone()
-        memory = replace(self.memory, seq_len=cursor)
-        step = _single_rows(slots)
+        memory, step = replace(self.memory, seq_len=cursor), None
         for j in range(requests.most_drafts):
             if counts is not None and min(counts, default=0) <= j:
                 # The shapes of a device are fixed; here dead rows cost time.
@@ -102,10 +101,11 @@ class MtpDrafter:
                 if not keep:
                     return
                 slots, rows, hidden, tokens = slots[keep], rows[keep], hidden[keep], tokens[keep]
-                step = _single_rows(slots)
+                step = None
             live = slots if counts is not None else torch.where(wanted > j, slots, -1)
             if j > 0:
-                hidden = self.head.forward(tokens, hidden, _at_cursor(step, live, cursor), memory)
+                step = _at_cursor(step or _single_rows(slots), live, cursor)
+                hidden = self.head.forward(tokens, hidden, step, memory)
                 cursor += 1
             logits = self.model.logits(hidden)
             probs = torch.softmax(logits, -1) if asks.has_confidences else None
