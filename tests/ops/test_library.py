@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops._backends import always
-from hybridspec.ops._library import Backend, Written, register
+from hybridspec.ops._library import Backend, Lasting, Written, register
 
 
 class Pool(NamedTuple):
@@ -110,6 +110,47 @@ def test_what_is_wrong_is_looked_at_each_time() -> None:
             called(torch.ones(8), backend="none")
         with pytest.raises(TypeError, match="backend: expected a text"):
             called(torch.ones(8), backend=3)
+
+
+def look_up(x: Tensor, pool: Lasting[Written[Pool]], out: Written[Tensor]) -> None:
+    out.copy_(pool.values[: len(x)])
+
+
+def check_look_up(x: Tensor, pool: Pool, out: Tensor) -> None:
+    seen.append("check")
+    if pool.values.dim() != 1:
+        raise ValueError("pool.values: expected [S]")
+
+
+LOOK_UP = register("test_library.look_up", {"reference": Backend(always, look_up)}, check_look_up)
+
+
+def looked_up(pool: Pool) -> list[str]:
+    seen.clear()
+    with torch.no_grad():
+        LOOK_UP(torch.ones(2), pool, torch.zeros(2))
+    return list(seen)
+
+
+def test_what_lasts_is_recognised_and_what_comes_in_its_place_is_looked_at() -> None:
+    pool = Pool(torch.zeros(8), None)
+    assert looked_up(pool) == ["check"]
+    assert looked_up(pool) == looked_up(Pool(torch.zeros(8), None)) == []
+    assert looked_up(pool._replace(cursor=torch.zeros(1))) == ["check"]
+    for size in range(9, 60):  # many at the address of one that is gone
+        assert looked_up(Pool(torch.zeros(size), None)) == ["check"]
+        with pytest.raises(ValueError, match=r"pool.values: expected \[S\]"):
+            looked_up(Pool(torch.zeros(size, 1), None))
+    with pytest.raises(AttributeError):
+        looked_up(Pool([0.0] * 8, None))  # type: ignore[arg-type]
+
+
+def test_a_parameter_may_be_replaced_in_place() -> None:
+    weight = torch.nn.Parameter(torch.zeros(7), requires_grad=False)
+    assert looked_up(Pool(weight, None)) == ["check"]
+    weight.data = torch.zeros(7, 2)
+    with pytest.raises(ValueError, match=r"pool.values: expected \[S\]"):
+        looked_up(Pool(weight, None))
 
 
 def test_both_ways_compute_the_same() -> None:

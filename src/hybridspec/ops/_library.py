@@ -6,7 +6,8 @@ fields of the groups become the arguments of `torch.ops.hybridspec.<name>`.
 
 Where there is nothing to trace and nothing to differentiate, a call does not meet the dispatcher,
 and contract and choice are looked at once for each combination of shapes, strides, dtypes, devices,
-alignments and options: what remains of a later call is to recognise it and to launch.
+alignments and options: what remains of a later call is to recognise it and to launch. On a CPU that
+is quicker still for arguments annotated as `Lasting`, which are recognised by their identity.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from torch import Tensor
 
 from hybridspec.ops._autocast import without_autocast
 from hybridspec.ops._backends import Supports, always, choose_backend
+from hybridspec.ops._signatures import signatures
 
-__all__ = ["LIBRARY", "Backend", "Op", "Written", "register", "register_kernel"]
+__all__ = ["LIBRARY", "Backend", "Lasting", "Op", "Written", "register", "register_kernel"]
 
 LIBRARY = torch.library.Library("hybridspec", "FRAGMENT")
 
 T = TypeVar("T")
-_WRITTEN = "written"
+_WRITTEN, _LASTING = "written", "lasting"
 # Of an argument: the backend writes it. Of some fields of a group: only these, where it is written.
 Written = Annotated[T, _WRITTEN]
+# Of an argument: it outlives a call, and its tensors stay as they are, contents aside.
+Lasting = Annotated[T, _LASTING]
 
 _KINDS = {Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str"}
 _MOST_CALLS = 4096  # that an op remembers
@@ -82,13 +86,14 @@ class _Group(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """One argument of the registered op: its declaration, and whether it is a tensor, or may be."""
+    """One argument of the registered op: its declaration, its kind, and whether it lasts."""
 
     declaration: str
     kind: str
+    is_lasting: bool
 
     @classmethod
-    def of(cls, name: str, hint: Any, letter: str | None) -> _Leaf:
+    def of(cls, name: str, hint: Any, letter: str | None, is_lasting: bool) -> _Leaf:
         """Declare a tensor, a list of tensors or an option; `letter` marks what is written."""
         is_optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
         if is_optional:
@@ -97,14 +102,42 @@ class _Leaf(NamedTuple):
         kind = _KINDS[typing.get_args(hint)[0] if is_list else hint]
         mark = f"({letter}!)" if letter and kind == "Tensor" else ""
         suffix = "[]" * is_list + "?" * is_optional
-        return cls(f"{kind}{mark}{suffix} {name}", kind + suffix)
+        return cls(f"{kind}{mark}{suffix} {name}", kind + suffix, is_lasting)
 
 
-def _unmarked(hint: Any) -> tuple[Any, bool]:
-    """Return a type without its mark, and whether it had one."""
+def _unmarked(hint: Any) -> tuple[Any, Sequence[str]]:
+    """Return a type without its marks, and those."""
     if typing.get_origin(hint) is Annotated:
-        return typing.get_args(hint)[0], _WRITTEN in typing.get_args(hint)[1:]
-    return hint, False
+        return typing.get_args(hint)[0], typing.get_args(hint)[1:]
+    return hint, ()
+
+
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return what reads some items, in C where there are more than one."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda whole: tuple([whole[place] for place in places])
+
+
+class _Parts(NamedTuple):
+    """Tensors among the arguments of the registered op."""
+
+    required: Callable[[Any], tuple[Any, ...]]
+    optional: Callable[[Any], tuple[Any, ...]] | None
+
+    @classmethod
+    def of(cls, required: Sequence[int], optional: Sequence[int]) -> _Parts:
+        """Read the tensors at some places, and those at others that are not None."""
+        return cls(_picker(required), _picker(optional) if optional else None)
+
+    def present(self, flat: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[bool, ...] | None]:
+        """Return the tensors, and which of the optional ones are missing."""
+        required = self.required(flat)
+        if self.optional is None:
+            return required, None
+        optional = self.optional(flat)
+        given = [part for part in optional if part is not None]
+        return (*required, *given), tuple([part is None for part in optional])
 
 
 class Op:
@@ -125,12 +158,17 @@ class Op:
         self._check = check or always
         self._groups: list[_Group | None] = []  # one for each argument
         leaves = list(self._declared(backends["reference"].run))
-        self._tensors = [i for i, leaf in enumerate(leaves) if leaf.kind == "Tensor"]
-        self._optional = [i for i, leaf in enumerate(leaves) if leaf.kind == "Tensor?"]
-        self._options = [i for i, leaf in enumerate(leaves) if not leaf.kind.startswith("Tensor")]
-        self._anchor = self._tensors[
-            0
-        ]  # decides the device, and whether there is something to trace
+        kinds = list(enumerate([leaf.kind for leaf in leaves]))
+        required = [i for i, kind in kinds if kind == "Tensor"]
+        optional = [i for i, kind in kinds if kind == "Tensor?"]
+        lasting = [i for i in sorted(required + optional) if leaves[i].is_lasting]
+        self._anchor = required[0]  # decides the device, and whether there is something to trace
+        self._tensors = _Parts.of(required, optional)
+        self._passing = _Parts.of(
+            [i for i in required if i not in lasting], [i for i in optional if i not in lasting]
+        )
+        self._lasting = _picker(lasting)
+        self._options = _picker([i for i, kind in kinds if not kind.startswith("Tensor")])
         self._is_remembered = not any(leaf.kind == "Tensor[]" for leaf in leaves)
         self._runs: dict[object, Run] = {}
         self._serve_exactly = without_autocast(self._serve)
@@ -169,19 +207,21 @@ class Op:
         for name, marked in hints.items():
             if name == "return":
                 continue
-            hint, is_written = _unmarked(marked)
+            hint, marks = _unmarked(marked)
+            is_written, is_lasting = _WRITTEN in marks, _LASTING in marks
             group = _Group.of(hint)
             self._groups.append(group)
             if group is None:
-                leaves.append(_Leaf.of(name, hint, next(letters) if is_written else None))
+                letter = next(letters) if is_written else None
+                leaves.append(_Leaf.of(name, hint, letter, is_lasting))
                 continue
             parts = typing.get_type_hints(hint, include_extras=True)
             fields = {field: _unmarked(parts[field]) for field in group.names}
-            is_whole = not any(is_marked for _, is_marked in fields.values())
-            for field, (kind, is_marked) in fields.items():
-                letter = next(letters) if is_written and (is_marked or is_whole) else None
+            is_whole = not any(_WRITTEN in own for _, own in fields.values())
+            for field, (kind, own) in fields.items():
+                letter = next(letters) if is_written and (_WRITTEN in own or is_whole) else None
                 full_name = field if field.startswith(f"{name}_") else f"{name}_{field}"
-                leaves.append(_Leaf.of(full_name, kind, letter))
+                leaves.append(_Leaf.of(full_name, kind, letter, is_lasting))
         return leaves
 
     def _flat(self, arguments: Sequence[Any]) -> list[Any]:
@@ -220,20 +260,23 @@ class Op:
 
     def _key(self, flat: Sequence[Any], backend: str) -> tuple[Any, ...]:
         """What contract, choice and preparation depend on."""
-        tensors = [flat[i] for i in self._tensors]
-        absent = None
-        if self._optional:
-            optional = [flat[i] for i in self._optional]
-            absent = tuple([part is None for part in optional])
-            tensors += [part for part in optional if part is not None]
-        options = [flat[i] for i in self._options]
-        offsets: Any = reduce(operator.or_, map(Tensor.data_ptr, tensors)) % _ALIGNMENT
-        if offsets:
-            offsets = tuple([tensor.data_ptr() % _ALIGNMENT for tensor in tensors])
+        options = self._options(flat)
+        if backend in ("auto", "reference") and not flat[self._anchor].is_cuda:
+            # Served by the reference, which asks for no alignment.
+            tensors, absent = self._passing.present(flat)
+            offsets: Any = None
+            lasting = signatures(self._lasting(flat))
+        else:
+            tensors, absent = self._tensors.present(flat)
+            lasting = ()
+            offsets = reduce(operator.or_, map(Tensor.data_ptr, tensors)) % _ALIGNMENT
+            if offsets:
+                offsets = tuple([tensor.data_ptr() % _ALIGNMENT for tensor in tensors])
         # Built in C, several times as fast as an attribute after the other.
         return (
-            backend, absent, offsets, *options, *map(type, options), *map(_SHAPE, tensors),
-            *map(Tensor.stride, tensors), *map(_DTYPE, tensors), *map(Tensor.get_device, tensors),
+            backend, absent, offsets, lasting, *options, *map(type, options),
+            *map(_SHAPE, tensors), *map(Tensor.stride, tensors), *map(_DTYPE, tensors),
+            *map(Tensor.get_device, tensors),
         )  # fmt: skip
 
     def _candidates(self, flat: Sequence[Any]) -> Mapping[str, Supports]:

@@ -87,7 +87,9 @@ def choose_and_accept(
     raw = None if asks.num_logprobs is None else logits.clone()  # choosing may edit them
     width = step.max_seqlen
     # A hold row has source -1, so it is told apart by its sign; its owner is the last request.
-    owner, offsets = step.sources // width, step.sources % width
+    owner, offsets = step.sources, torch.zeros_like(step.sources)
+    if width > 1:
+        owner, offsets = step.sources // width, step.sources % width
     slots = step.slots.index_select(0, owner % step.slots.shape[0])
     if step.sources.is_cuda:
         slots = torch.where(owner >= 0, slots, -1)

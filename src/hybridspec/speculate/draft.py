@@ -36,7 +36,7 @@ def wanted_drafts(decoder: Decoder, slots: Tensor) -> Tensor:
     room = requests.last_position.index_select(0, rows) - newest - 1
     wanted = torch.minimum(requests.draft_limit.index_select(0, rows), room).clamp_(min=0)
     # The scratch row is done, so padding wants nothing.
-    return torch.where(requests.is_done.index_select(0, rows) == 0, wanted, 0)
+    return wanted * (requests.is_done.index_select(0, rows) == 0)
 
 
 class NoDrafter:
@@ -108,7 +108,7 @@ class MtpDrafter:
         requests.num_drafts.index_copy_(0, rows, wanted)
         counts = None if slots.is_cuda else wanted.tolist()
         hidden, tokens, cursor = last_hidden, slots, pools.seq_len.clone()
-        memory = replace(self.memory, seq_len=cursor)
+        memory, step = replace(self.memory, seq_len=cursor), None
         for j in range(requests.most_drafts):
             if counts is not None and min(counts, default=0) <= j:
                 # The shapes of a device are fixed; here dead rows cost time.
@@ -117,9 +117,11 @@ class MtpDrafter:
                 if not keep:
                     return
                 slots, rows, hidden, tokens = slots[keep], rows[keep], hidden[keep], tokens[keep]
+                step = None
             live = slots if counts is not None else torch.where(wanted > j, slots, -1)
             if j > 0:
-                hidden = self.head.forward(tokens, hidden, _single_rows(live, cursor), memory)
+                step = _at_cursor(step or _single_rows(slots), live, cursor)
+                hidden = self.head.forward(tokens, hidden, step, memory)
                 cursor += 1
             logits = self.logits(hidden)
             probs = torch.softmax(logits, -1) if asks.has_confidences else None
@@ -136,25 +138,31 @@ class MtpDrafter:
                 requests.confidences.select(1, j).index_copy_(0, rows, sure)
 
 
-def _single_rows(slots: Tensor, cursor: Tensor) -> Step:
-    """Lay out one row per request, at its cursor; -1 is nobody's."""
-    position = cursor.index_select(0, slots.clamp(min=0))
-    if slots.is_cuda:
-        position = torch.where(slots >= 0, position, 0)
+def _single_rows(slots: Tensor) -> Step:
+    """Lay out one row per request; where it stands is `_at_cursor`'s part."""
     rows = torch.arange(slots.shape[0] + 1, dtype=torch.int32, device=slots.device)
     return Step(
         cu_seqlens=rows,
         num_verify_tokens=torch.ones_like(slots),
-        kv_len=position + 1,
+        kv_len=rows,
         slots=slots,
         is_fold=torch.zeros_like(slots, dtype=torch.int8),
         token_ids=rows,  # the head is given its tokens apart
-        positions=position.long(),
+        positions=rows,
         sources=rows,
         workspace=rows,
         max_seqlen=1,
         is_prefill=False,
     )
+
+
+def _at_cursor(step: Step, slots: Tensor, cursor: Tensor) -> Step:
+    """Put the row of each request at its cursor; -1 is nobody's."""
+    if slots.is_cuda:
+        position = torch.where(slots >= 0, cursor.index_select(0, slots.clamp(min=0)), 0)
+    else:
+        position = cursor.index_select(0, slots)
+    return replace(step, slots=slots, kv_len=position + 1, positions=position.long())
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,8 @@ def decode_step(
 
     # Absorb: the draft head sees every row; what it writes for rejected ones lies past its cursor.
     num_committed = outcome.result.num_committed
-    last = (step.cu_seqlens[:-1] + num_committed - 1).clamp(min=0).long()
-    head_hidden = drafter.absorb(chosen.clamp(min=0), hidden, step)[last]
+    last = (step.cu_seqlens[:-1] + num_committed - 1).clamp(min=0)
+    head_hidden = drafter.absorb(chosen.clamp(min=0), hidden, step).index_select(0, last)
 
     # Commit: every cursor moves over the committed rows. Nothing else does.
     commit(

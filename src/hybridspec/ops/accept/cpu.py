@@ -5,10 +5,10 @@ Each call of an operator costs as much as a few hundred bytes, so whole columns 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from hybridspec.ops._library import Written
+from hybridspec.ops._library import Lasting, Written
+from hybridspec.ops._requests import write_numbers
 from hybridspec.ops.accept.naive import accept_one
 from hybridspec.ops.accept.table import Counts, Ends, RequestTable, StepResult, StepRows, TokenLog
 
@@ -17,12 +17,12 @@ __all__ = ["accept_rows"]
 
 def accept_rows(
     chosen: Tensor,
-    batch: StepRows,
-    history_len: Tensor,
-    requests: Written[RequestTable],
-    log: Written[TokenLog],
-    ends: Ends,
-    counts: Written[Counts],
+    batch: Lasting[StepRows],
+    history_len: Lasting[Tensor],
+    requests: Lasting[Written[RequestTable]],
+    log: Lasting[Written[TokenLog]],
+    ends: Lasting[Ends],
+    counts: Lasting[Written[Counts]],
     result: Written[StepResult],
 ) -> None:
     """Accept, cut, append to the token log and count; see api.py."""
@@ -56,9 +56,8 @@ def accept_rows(
             _append(log, slot, position, committed)
             if rows_of_counts is not None and rows_of_counts[slot] >= 0:
                 _count(counts[0][rows_of_counts[slot]], committed)
-    values = torch.tensor(packed, dtype=torch.int32)
-    result.packed.copy_(values.view_as(result.packed))
-    result.num_committed.copy_(result.packed[:, 0])
+    write_numbers(result.packed, [number for row in packed for number in row])
+    write_numbers(result.num_committed, [row[0] for row in packed])
 
 
 def _append(log: TokenLog, slot: int, position: int, tokens: list[int]) -> None:
@@ -66,7 +65,7 @@ def _append(log: TokenLog, slot: int, position: int, tokens: list[int]) -> None:
     while tokens:
         page, place = int(log.page_table[slot, position // size]), position % size
         here = tokens[: size - place]
-        log.token_pages[page, place : place + len(here)] = torch.tensor(here, dtype=torch.int32)
+        write_numbers(log.token_pages[page].narrow(0, place, len(here)), here)
         position, tokens = position + len(here), tokens[len(here) :]
 
 

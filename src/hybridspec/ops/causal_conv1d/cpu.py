@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridspec.ops._library import Written
+from hybridspec.ops._library import Lasting, Written
 from hybridspec.ops._requests import Batch, live_requests
 from hybridspec.ops.causal_conv1d.call import Log, Rows, Taps
 from hybridspec.ops.norms.reference import widened
@@ -18,7 +18,12 @@ from hybridspec.ops.norms.reference import widened
 __all__ = ["prefill", "verify"]
 
 
-def verify(rows: Written[Rows], taps: Taps, log: Written[Log], batch: Batch) -> None:
+def verify(
+    rows: Written[Rows],
+    taps: Lasting[Taps],
+    log: Lasting[Written[Log]],
+    batch: Lasting[Batch],
+) -> None:
     """Append every row of `x` to its ring and write `out`; see `api.verify`."""
     x, out = rows
     requests = live_requests(batch, log.seq_len, num_rows=x.shape[0], max_name="max_verify_tokens")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridspec.ops._library import Written
+from hybridspec.ops._library import Lasting, Written
 from hybridspec.ops._requests import check_distinct, check_slots
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.host_batch import HostBatch
@@ -159,10 +159,10 @@ def delta_rows(
 
 def verify(
     rows: Written[Rows],
-    gates: Gates,
-    state: Written[State],
-    ring: Written[RingView],
-    batch: FoldingBatch,
+    gates: Lasting[Gates],
+    state: Lasting[Written[State]],
+    ring: Lasting[Written[RingView]],
+    batch: Lasting[FoldingBatch],
 ) -> None:
     """Check T_b rows of each request; see `hybridspec.ops.gated_delta_rule.verify`."""
     q, k, v, a, b, out = rows

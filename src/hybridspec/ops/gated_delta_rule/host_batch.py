@@ -6,11 +6,12 @@ is zero. A batch whose requests are equally long and adjacent is a plain view.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from torch import Tensor
 
-from hybridspec.ops._requests import check_distinct, check_lengths, read_batch
+from hybridspec.ops._requests import check_bounds, check_distinct, check_lengths
 
 __all__ = ["HostBatch"]
 
@@ -45,7 +46,20 @@ class HostBatch(NamedTuple):
         max_verify_tokens: int,
     ) -> HostBatch:
         """Read the batch; raises ValueError as `read_batch`, and for a slot that occurs twice."""
-        bounds, numbers = read_batch(cu_seqlens, slots, num_rows=num_rows, num_slots=num_slots)
+        bounds, numbers = tuple(cu_seqlens.tolist()), tuple(slots.tolist())
+        return cls._of(bounds, numbers, num_rows, num_slots, max_verify_tokens)
+
+    @classmethod
+    @functools.lru_cache(maxsize=16)  # all layers of a step ask the same
+    def _of(
+        cls,
+        bounds: tuple[int, ...],
+        numbers: tuple[int, ...],
+        num_rows: int,
+        num_slots: int,
+        max_verify_tokens: int,
+    ) -> HostBatch:
+        check_bounds(bounds, numbers, num_rows=num_rows, num_slots=num_slots)
         live = [i for i, slot in enumerate(numbers) if slot >= 0 and bounds[i + 1] > bounds[i]]
         check_distinct([numbers[i] for i in live])
         firsts = [bounds[i] for i in live]

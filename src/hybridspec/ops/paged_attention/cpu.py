@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridspec.ops._library import Written
+from hybridspec.ops._library import Lasting, Written
 from hybridspec.ops._requests import Batch, Request, live_requests
 from hybridspec.ops.norms import widened
 from hybridspec.ops.paged_attention.call import Pages, Rows
@@ -22,7 +22,7 @@ __all__ = ["prefill", "verify"]
 _MAX_MASK_ELEMENTS = 1 << 22
 
 
-def verify(rows: Written[Rows], pages: Written[Pages], batch: Batch) -> None:
+def verify(rows: Written[Rows], pages: Lasting[Written[Pages]], batch: Batch) -> None:
     """Append the rows, then attend; see `api.verify`."""
     q, out, scale = rows.q, rows.out, rows.score_scale()
     requests = live_requests(

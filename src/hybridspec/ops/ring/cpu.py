@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._library import Written
-from hybridspec.ops._requests import check_slots
+from hybridspec.ops._library import Lasting, Written
+from hybridspec.ops._requests import check_slots, write_numbers
 from hybridspec.ops.ring.fold_rule import first_fold_length
 from hybridspec.ops.ring.view import Marks, Windows
 
@@ -33,13 +33,13 @@ def decide_folds(
         )
         for slot, n in zip(numbers, num_verify_tokens.tolist(), strict=True)
     ]
-    is_fold.copy_(torch.tensor(marks, dtype=torch.int8))
+    write_numbers(is_fold, marks)
 
 
 def commit(
-    seq_len: Written[Tensor],
-    windows: Written[Windows],
-    marks: Written[Marks],
+    seq_len: Lasting[Written[Tensor]],
+    windows: Lasting[Written[Windows]],
+    marks: Lasting[Written[Marks]],
     num_committed: Tensor,
     ring_capacity: int,
 ) -> None:
@@ -47,8 +47,8 @@ def commit(
     ring_start, history_len = windows
     assert ring_start is not None
     positions, starts, lengths = seq_len.tolist(), ring_start.tolist(), history_len.tolist()
-    check_slots("slots", marks.slots.tolist(), len(positions))
     columns = [column.tolist() for column in (*marks, num_committed)]
+    check_slots("slots", columns[0], len(positions))
     for slot, fold, size, asked in zip(*columns, strict=True):
         if slot < 0:
             continue

@@ -6,10 +6,12 @@ device takes the kernels.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from hybridspec.ops._library import Written
+from hybridspec.ops._library import Lasting, Written
 from hybridspec.ops.sampling.call import Rows, Text
 from hybridspec.ops.sampling.gumbel import gumbel_noise
 from hybridspec.ops.sampling.mass import TiledMass
@@ -21,7 +23,7 @@ __all__ = ["choose"]
 def choose(
     logits: Written[Tensor],
     rows: Rows,
-    table: SamplingTable,
+    table: Lasting[SamplingTable],
     text: Text,
     uses: SamplingUses,
     out: Written[Tensor],
@@ -32,9 +34,11 @@ def choose(
     (slots, offsets, mask), (seq_len, drafts, *_) = rows, text
     has_edits = uses.has_edits or mask is not None
     if not (has_edits or uses.has_noise):
-        # The common case: one argmax, and as few other calls as there can be.
-        torch.argmax(logits, -1, out=out)
-        out.masked_fill_(~(_can_be_chosen(logits, out) & (slots >= 0)), -1)
+        # The common case: one search, and as few other calls as there can be.
+        most = logits.new_empty(logits.shape[0])
+        torch.max(logits, -1, out=(most, out))
+        if not all(map(math.isfinite, most.tolist())) or min(slots.tolist()) < 0:
+            out.masked_fill_(~(most.isfinite() & (slots >= 0)), -1)
         return
     is_live = slots >= 0
     slot = slots.clamp(min=0).long()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._library import Written
-from hybridspec.ops._requests import check_slots
+from hybridspec.ops._library import Lasting, Written
+from hybridspec.ops._requests import check_slots, write_numbers
 from hybridspec.ops.ring.fold_rule import first_fold_length
 from hybridspec.ops.verify_plan.call import Cursors, Drafts, Entries
 from hybridspec.ops.verify_plan.sampling_columns import SamplingColumns
@@ -122,9 +122,9 @@ def plan_step(
     drafts: Drafts,
     token_ids: Tensor,
     slots: Tensor,
-    cursors: Cursors,
+    cursors: Lasting[Cursors],
     num_rows: int,
-    plan: Written[Step],
+    plan: Lasting[Written[Step]],
 ) -> None:
     """Select, then build; see api.py."""
     if not slots.is_cuda and _plan_all(drafts, token_ids, slots, cursors, num_rows, plan):
@@ -183,7 +183,7 @@ def _plan_all(
         (plan.positions, positions + [0] * hold),
         (plan.sources, sources + [-1] * hold),
     ):
-        tensor.copy_(torch.tensor(values, dtype=tensor.dtype, device="cpu"))
+        write_numbers(tensor, values)
     return True
 
 
