@@ -44,12 +44,13 @@ def materialize_rows(
     ring_cum_log_decay: Tensor,
     slots: Tensor,
     out_slots: Tensor,
-    ring_start: Tensor,
+    ring_start: Tensor | None,
     num_rows: Tensor,
     *,
     active: Tensor | None = None,
     num_active: Tensor | None = None,
     max_window: int = 16,
+    has_token_decay: bool = False,
     programs: int = 8,
     backend: str = "auto",
 ) -> None:
@@ -67,12 +68,13 @@ def materialize_rows(
         slots: slot to read of each request, [B], int32; contiguous; in.
         out_slots: slot to write, none that another request reads or writes, [B], int32;
             contiguous; in.
-        ring_start: first ring row of each request, [B], int32; contiguous; in.
+        ring_start: first ring row of each request, [B], int32; None: row 0; contiguous; in.
         num_rows: rows to take in, [B], int32; 0 copies every bit. Requests with a negative slot, a
             negative number of rows or more than `max_window` are skipped; contiguous; in.
         active: requests to look at, negative ones are skipped, [B], int32; None: all; in.
         num_active: how many entries of `active` are looked at, [1], int32; None: all; in.
         max_window: most rows of a window (W).
+        has_token_decay: whether `ring_cum_log_decay` holds the log-decay of each token alone.
         programs: programs of the kernel on a multiprocessor.
         backend: "auto", "triton" or "reference".
 
@@ -89,10 +91,11 @@ def materialize_rows(
     """
     _materialize_rows(
         State(state, None),
-        RingView(ring_k, ring_u, ring_cum_log_decay, ring_start, ring_start, max_window),
+        RingView(
+            ring_k, ring_u, ring_cum_log_decay, ring_start, num_rows, max_window, has_token_decay
+        ),
         slots,
         out_slots,
-        num_rows,
         Active(active, num_active),
         programs,
         backend=backend,
@@ -104,15 +107,13 @@ def _check(
     ring: RingView,
     slots: Tensor,
     out_slots: Tensor,
-    num_rows: Tensor,
     active: Active,
     programs: int,
 ) -> None:
     dims: Dims = {}
-    cursors = {
-        "slots": slots, "out_slots": out_slots, "ring_start": ring.history_len,
-        "num_rows": num_rows,
-    }  # fmt: skip
+    cursors = {"slots": slots, "out_slots": out_slots, "num_rows": ring.history_len}
+    if ring.ring_start is not None:
+        cursors["ring_start"] = ring.ring_start
     if active.requests is not None:
         cursors["active"] = active.requests
     check_marks(dims, **cursors)
@@ -129,7 +130,6 @@ def _reference(
     ring: RingView,
     slots: Tensor,
     out_slots: Tensor,
-    num_rows: Tensor,
     active: Active,
     programs: int,
 ) -> None:
@@ -140,14 +140,16 @@ def _reference(
     for request in requests[: None if active.number is None else max(int(active.number), 0)]:
         if not 0 <= request < slots.shape[0]:
             continue
-        cursors = (part[request] for part in (slots, out_slots, num_rows, ring.history_len))
-        slot, out_slot, count, start = map(int, cursors)
+        cursors = (part[request] for part in (slots, out_slots, ring.history_len))
+        slot, out_slot, count = map(int, cursors)
+        start = 0 if ring.ring_start is None else int(ring.ring_start[request])
         if min(slot, out_slot, count) < 0 or count > ring.max_window:
             continue
         found = pool[slot]
         if count:
             rows = [(start + j) % capacity for j in range(count)]
             decay = ring.cum_log_decay[slot, :, rows].to(dtype)
+            decay = decay.cumsum(1) if ring.has_token_decay else decay
             k = ring.k[slot, :, rows].to(dtype).repeat_interleave(heads // ring.k.shape[1], 0)
             u = ring.u[slot, :, rows].to(dtype) * (decay[:, -1:] - decay).exp()[..., None]
             found = torch.baddbmm(
@@ -166,7 +168,6 @@ def _launch(
     ring: RingView,
     slots: Tensor,
     out_slots: Tensor,
-    num_rows: Tensor,
     active: Active,
     programs: int,
 ) -> None:
@@ -187,7 +188,8 @@ def _launch(
             most = torch.cuda.get_device_properties(pool.device).multi_processor_count * programs
         num_items = num_requests * value_heads * (value_dim // block_v)
         advance_rows_kernel[(min(num_items, most),)](
-            pool, ring.k, ring.u, ring.cum_log_decay, slots, out_slots, ring.ring_start, num_rows,
+            pool, ring.k, ring.u, ring.cum_log_decay, slots, out_slots, ring.ring_start,
+            ring.history_len,
             *active, num_requests,
             pool.stride()[:3], ring.k.stride()[:3], ring.u.stride()[:3],
             ring.cum_log_decay.stride()[:2],
@@ -195,13 +197,14 @@ def _launch(
             HV=value_heads,
             K=key_dim,
             V=value_dim,
-            RING=ring.k.shape[2],
+            RING=round_up_to_power_of_two(ring.k.shape[2]),
             MOST_ROWS=ring.max_window,
             WINDOW=max(16, round_up_to_power_of_two(ring.max_window)),
             BLOCK_K=min(key_dim & -key_dim, 64),
             BLOCK_V=block_v,
             OPERAND=getattr(tl, str(operands.ring).removeprefix("torch.")),
             PRECISION=operands.precision,
+            TOKEN_DECAY=ring.has_token_decay,
             num_warps=4,
             enable_fp_fusion=True,
         )  # fmt: skip
