@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from helpers.gdn_cases import assert_same_bits
-from helpers.gdn_oracle import recurrence
 from helpers.no_sync import no_sync
 from helpers.tolerances import assert_close
+from helpers.vllm_checks import (
+    check_commits,
+    check_plain_tokens,
+    check_resets,
+    check_single_tokens,
+)
 from helpers.vllm_layers import PRECISIONS, Layer, Shape, one_token_steps, ring_rows
 from hybridspec.compat import vllm
 
@@ -137,20 +142,10 @@ def test_batches_of_sparse_blocks(precision: str, is_marked: bool, device: str) 
     blocks, lengths = [11, -1, 3, 7, 0, 5, -1], [4, 2, 1, 0, 3, 4, 4]
     for i, block in enumerate((11, 3, 7, 5)):
         layer.start(block)
-        fill(layer, block, start=5 * i, history=(12, 7, 3, 0)[i])
+        layer.fill(block, start=5 * i, history=(12, 7, 3, 0)[i])
         layer.is_flush[block] = is_marked and i % 2 == 0
     layer.is_flush[0] = 1
     layer.check(blocks, lengths, tail=2, max_cache_len=16, max_spec_len=4)
-
-
-def fill(layer: Layer, block: int, start: int, history: int) -> None:
-    """Give a block a window of random rows."""
-    layer.cache_base[block], layer.write_pos[block] = start % layer.rows, history
-    at, s = ring_rows(layer, block, 0, history), layer.shape
-    keys = layer.normal(s.heads, history, s.key_dim)
-    layer.k[block][:, at] = torch.nn.functional.normalize(keys, dim=-1)
-    layer.d[block][:, at] = layer.normal(s.value_heads, history, s.value_dim)
-    layer.g[block][:, at] = -layer.normal(s.value_heads, history, dtype=F32).abs()
 
 
 @ON_DEVICES
@@ -161,7 +156,7 @@ def test_a_step_against_fp64(rows: int, mode: str, precision: str, device: str) 
     layer = Layer(Shape(1, 2, 32, 48), PRECISIONS[precision], 6, 32, device=device, seed=rows)
     for block, start, history in ((5, 29, 24 - rows), (2, 3, 1), (3, 30, 7), (4, 0, 0)):
         layer.start(block)
-        fill(layer, block, start, history)
+        layer.fill(block, start, history)
         layer.is_flush[block] = block % 2
     sizes = {"max_cache_len": 24, "max_spec_len": rows}
     layer.check([3, 0, 5, 2, 4], [1, 2, rows, rows, 0], tail=1, mode=mode, **sizes)
@@ -171,7 +166,7 @@ def test_a_step_against_fp64(rows: int, mode: str, precision: str, device: str) 
 def test_every_block_may_be_one(device: str) -> None:
     layer = Layer(Shape(1, 2, 16, 16), PRECISIONS["s32_a32"], 2, 16, device=device)
     layer.start(0, 1)
-    fill(layer, 0, 14, 6)
+    layer.fill(0, 14, 6)
     sizes = {"max_cache_len": 16, "max_spec_len": 4}
     layer.check([-1, 0, 1], [1, 3, 2], null=-1, **sizes)
     for blocks, mode in (([-1, 0], "flush"), ([], "verify")):
@@ -184,7 +179,7 @@ def test_a_marked_window_is_folded_without_rows(device: str) -> None:
     layer = Layer(Shape(1, 2, 128, 64), (BF16, BF16), 4, 16, device=device)
     for block in (1, 2, 3):
         layer.start(block)
-        fill(layer, block, 13, 9)
+        layer.fill(block, 13, 9)
     layer.is_flush[1:3] = 1
     layer.check([2, 1, 3], [0, 2, 0], max_cache_len=16, max_spec_len=4)
     layer.check([2, 3], [0, 0], tail=1, max_cache_len=16, max_spec_len=4)
@@ -196,7 +191,7 @@ def test_an_fp32_checkpoint_stays_fp32(shape: Shape, device: str) -> None:
     """A fold of rows without corrections multiplies the state with its decay, in fp32."""
     layer = Layer(shape, (F32, BF16), 2, 16, device=device)
     layer.start(1)
-    fill(layer, 1, 12, 11)
+    layer.fill(1, 12, 11)
     layer.d[1][:, ring_rows(layer, 1, 0, 11)] = 0.0
     layer.g[1] *= 0.05
     layer.is_flush[1] = 1
@@ -212,90 +207,24 @@ def test_an_fp32_checkpoint_stays_fp32(shape: Shape, device: str) -> None:
 @PAIRS
 @pytest.mark.parametrize("length", [2, 10, 16])
 def test_single_tokens_against_fp64(length: int, precision: str, device: str) -> None:
-    """Windows of all lengths; the one that fills the cache goes into the state with its token."""
-    layer = Layer(Shape(1, 2, 32, 16), PRECISIONS[precision], 7, length, device=device)
-    requests = {4: length - 1, 0: 1, 6: 0, 2: length // 2, -1: length - 1}
-    for block, history in requests.items():
-        if block > 0:
-            layer.start(block)
-            fill(layer, block, 0, history)
-    rows, before = layer.draw(5), layer.page.clone()
-    states = [layer.state_after_window(block) for block in requests]
-    out = torch.full((5, 1, 2, 16), 7.0, dtype=layer.act, device=device)
-    found = vllm.fused_recurrent_gated_delta_rule_replayssm(
-        *rows, layer.A_log, layer.dt_bias, 32**-0.5, layer.state, **layer.caches, out=out,
-        ssm_state_indices=layer.column(list(requests)), write_pos=layer.ints(*requests.values()),
-        use_qk_l2norm_in_kernel=True,
-    )  # fmt: skip
-    assert found[0] is out and found[1] is layer.state
-    assert not out[[1, 4]].any()
-    live = []
-    for i, (block, history) in enumerate(requests.items()):
-        if block > 0:
-            tokens, is_full = layer.tokens(rows).rows(i, i + 1), history == length - 1
-            layer.check_request(block, i, 1, tokens, states[i], out[:, 0], 0)
-            live.append((block, 1, is_full))
-            if is_full:
-                state = recurrence(tokens, states[i])[2][-1]
-                assert_close(layer.state[block].cpu(), state, layer.state_dtype, layer.act)
-    layer.assert_kept(before, live)
+    check_single_tokens(length, precision, device)
 
 
 @ON_DEVICES
 @PAIRS
 def test_plain_tokens_against_fp64(precision: str, device: str) -> None:
-    layer = Layer(Shape(2, 6, 48, 32), PRECISIONS[precision], 6, 16, device=device)
-    layer.start(5, 3)
-    rows, before, blocks = layer.draw(4), layer.page.clone(), [3, -1, 5, 0]
-    states = {block: layer.state[block].cpu().clone() for block in (3, 5)}
-    out = torch.full((4, 1, 6, 32), 7.0, dtype=layer.act, device=device)
-    found = vllm.fused_recurrent_gated_delta_rule_packed_decode(
-        *rows, layer.A_log, layer.dt_bias, 48**-0.5, layer.state, out, layer.column(blocks), True
-    )
-    assert found[0] is out and found[1] is layer.state
-    assert not out[[1, 3]].any()
-    for row in (0, 2):
-        block, tokens = blocks[row], layer.tokens(rows).rows(row, row + 1)
-        y, _, after = recurrence(tokens, states[block])
-        assert_close(out[row].cpu(), y, layer.act, F32)
-        assert_close(layer.state[block].cpu(), after[-1], layer.state_dtype, F32)
-    layer.assert_kept(before, [(3, 0, 1), (5, 0, 1)])
+    check_plain_tokens(precision, device)
 
 
 @ON_DEVICES
 def test_cursors(device: str) -> None:
-    """Marked, unmarked, padding, nothing accepted; blocks that are not named keep theirs."""
-    layer = Layer(Shape(1, 1, 16, 16), PRECISIONS["s32_a32"], 9, 32, device=device)
-    write_pos, cache_base, is_flush = layer.cursors
-    write_pos.copy_(layer.ints(3, 9, 16, 17, 5, 20, 7, 18, 1))
-    cache_base.copy_(layer.ints(5, 30, 20, 3, 9, 31, 2, 4, 6))
-    is_flush.copy_(layer.ints(1, 0, 1, 1, 0, 1, 0, 0, 0))
-    blocks, accepted = layer.column([2, 0, 4, 3, -1, 8, 1]), layer.ints(3, 4, 0, 0, 4, 2, 4)
-    wide = torch.stack((accepted, accepted + 50), 1).long()
-    vllm.commit_gdn_replayssm_spec(*layer.cursors, wide[:, 0], blocks, 20, 4)
-    assert write_pos.tolist() == [3, 13, 3, 0, 5, 20, 7, 18, 3]
-    assert cache_base.tolist() == [5, 30, 4, 3, 9, 31, 2, 4, 6]
-    assert is_flush.tolist() == [1, 1, 0, 0, 0, 1, 0, 0, 0]
-
-    write_pos[1], cache_base[1], is_flush[1] = 13, 30, 1
-    vllm.commit_gdn_replayssm_spec(*layer.cursors, layer.ints(2), layer.ints(1), 20, 4, 64)
-    assert (write_pos[1], cache_base[1], is_flush[1]) == (2, 43, 0)
-    vllm.commit_gdn_replayssm_spec(*layer.cursors, layer.ints(1), layer.ints(0), 20, 4, None, -1)
-    assert (write_pos[0], cache_base[0], is_flush[0]) == (1, 8, 0)
+    check_commits(device)
 
 
 @ON_DEVICES
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.int64], ids=str)
 def test_resets(dtype: torch.dtype, device: str) -> None:
-    layer = Layer(Shape(1, 1, 16, 16), PRECISIONS["s32_a32"], 6, 16, device=device)
-    for length, mark in ((16, 0), (8, 0), (7, 1)):
-        for part in layer.cursors:
-            part.fill_(5)
-        do_reset = layer.ints(1, 1, 0, 1, dtype=dtype)
-        blocks = layer.column([4, 0, 3, 2])
-        vllm.reset_gdn_replayssm_spec_cursors(*layer.cursors, do_reset, blocks, length, 4)
-        for part, value in zip(layer.cursors, (0, 0, mark), strict=True):
-            assert part.tolist() == [5, 5, value, 5, value, 5]
+    check_resets(dtype, device)
 
 
 @pytest.mark.gpu

@@ -236,6 +236,7 @@ def prepare(
     )
     num_blocks = -(-num_heads * config.splits // config.warps)
     constants = bytes(_constants(rows, gates, state, ring, batch))
+    constants = constants.ljust(ctypes.sizeof(Params) - _PACKED.size, b"\0")
     with torch.cuda.device_of(rows.q):
         kernel = load_kernel(
             SOURCE, "verify", tuple(defines.items()), 32 * config.warps, config.warps * warp_bytes,
