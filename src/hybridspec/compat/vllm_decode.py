@@ -82,14 +82,18 @@ def fused_recurrent_gated_delta_rule_replayssm(
     Source:
         The repository and commit that the module names.
     """
-    rows = split_heads(mixed_qkv, initial_state, "initial_state")
+    q, k, v = split_heads(mixed_qkv, initial_state, "initial_state")
     if not isinstance(d_cache, Tensor) or d_cache.dim() != 4:
         raise CallerError("d_cache: expected a tensor [blocks, HV, L, V]")
     length = d_cache.shape[2]
     with torch.no_grad(), renamed(NAMES | _STATE):
         blocks = ssm_state_indices.to(torch.int32).contiguous()
         verify_rows(
-            *(part.unsqueeze(1) for part in (*rows, a, b)),
+            q.unsqueeze(1),
+            k.unsqueeze(1),
+            v.unsqueeze(1),
+            a.unsqueeze(1),
+            b.unsqueeze(1),
             A_log,
             dt_bias,
             initial_state,

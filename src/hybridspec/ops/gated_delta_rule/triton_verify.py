@@ -227,22 +227,19 @@ def verify_kernel(
     state_ptr, ring_k_ptr, ring_u_ptr, ring_decay_ptr,
     # output [N, HV, V]
     out_ptr,
-    # metadata: cursors [S] (BY_ROW: [B]); cu_seqlens [B + 1]; slots [B], is_fold [B] (or [S])
+    # metadata: cursors [S] (BY_ROW: [B]); cu_seqlens [B + 1]; slots [B]; is_fold [B] or [S]
     # None: ring_start 0; T rows each; slot b; nobody folds, or windows of at least fold_threshold
     ring_start_ptr, history_len_ptr, cu_seqlens_ptr, slots_ptr, is_fold_ptr,
-    fold_threshold, rows_per_request, num_rows, num_requests, scale, beta_scale,
-    # slots up to `padding` are none, and are so far apart
-    padding, slot_stride,
-    # strides of all dimensions but the last, which are 1; gates: those of a and b
-    q_strides, k_strides, v_strides, gate_strides,
+    fold_threshold, rows_per_request, num_rows, num_requests, scale, beta_scale, padding,
+    # stride of slots; of all dimensions but the last, which are 1; gates: those of a and b
+    slot_stride, q_strides, k_strides, v_strides, gate_strides,
     state_strides, ring_k_strides, ring_u_strides, ring_decay_strides, out_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    RING: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, FOLD_BY_SLOT: tl.constexpr,
+    RING: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, TOKEN_DECAY: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_OUT: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, ZERO_PADDING: tl.constexpr,
     ACT_OPERAND: tl.constexpr, STATE_OPERAND: tl.constexpr, RING_OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, USE_L2NORM: tl.constexpr, BY_ROW: tl.constexpr,
-    FOLD_BY_SLOT: tl.constexpr, TOKEN_DECAY: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     split, hv, request = pid % SPLITS, pid // SPLITS % HV, pid // (SPLITS * HV)
@@ -292,9 +289,8 @@ def verify_kernel(
     k = load_columns(k_ptr + row_token * k_strides[0], k_rows, BLOCK_K, PARTS)
     q = load_columns(q_ptr + row_token * q_strides[0], q_rows, BLOCK_K, PARTS)
     k_hist = load_columns(ring_k_ptr + window_rows * ring_k_strides[2], window_live, BLOCK_K, PARTS)
-    decay_hist, decay_end = load_decays(
-        ring_decay_ptr, ring_start, history_len, WINDOW, RING, TOKEN_DECAY
-    )
+    decays = load_decays(ring_decay_ptr, ring_start, history_len, WINDOW, RING, TOKEN_DECAY)
+    decay_hist, decay_end = decays
     a, b, A_log, dt_bias = load_gates(
         a_ptr + first * gate_strides[0] + hv, b_ptr + first * gate_strides[1] + hv,
         A_log_ptr + hv, dt_bias_ptr + hv, gate_strides, num_tokens, TOKENS,
