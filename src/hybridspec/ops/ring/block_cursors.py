@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridspec.ops._checks import INTEGERS, Dims, check, check_devices, check_dtype, check_option
 from hybridspec.ops._library import Written, kernel_or_reference, register
 from hybridspec.ops._triton_support import explain_tensors
-from hybridspec.ops.ring.contracts import check_capacity, check_cursors, check_threshold
+from hybridspec.ops.ring.contracts import check_capacity, check_cursors
 
 __all__ = ["commit_blocks", "reset_blocks"]
 
@@ -135,7 +135,7 @@ def _check(cursors: BlockCursors, most_unmarked: int, padding: int, **rows: Tens
         check(name, tensor, "B", dims)
         check_dtype(name, tensor, *(_FLAGS if name == "is_reset" else INTEGERS))
     check_devices(**cursors._asdict(), **rows)
-    check_threshold(most_unmarked)
+    check_option("most_unmarked", most_unmarked, int, low=-(2**31), high=2**31 - 1)
     check_option("padding", padding, int, low=-1)
 
 
