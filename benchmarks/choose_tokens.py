@@ -14,6 +14,7 @@ import torch
 
 from harness import Variant, environment, read_pool, time_interleaved
 from hybridspec.ops.sampling import SamplingTable, SamplingUses, choose, launch
+from hybridspec.ops.sampling.call import Rows, Text
 
 BAR = 2.5
 SPREADS = {"flat": 1.0, "peaked": 6.0}
@@ -39,14 +40,13 @@ def new_variant(
     slots = torch.arange(num_rows, dtype=torch.int32, device="cuda")
     nothing = torch.zeros(num_rows, 1, dtype=torch.int32, device="cuda")
     others = (slots * 0, slots, nothing[:, :0].long(), nothing, nothing)
+    rows = Rows(slots, others[0], None)
     out = torch.empty(num_rows, dtype=torch.int64, device="cuda")
     has_noise, has_filters = bool(columns), len(columns) > 1
     uses = SamplingUses(has_noise=has_noise, has_filters=has_filters)
 
     def run() -> None:
-        launch.choose(
-            logits, slots, others[0], table, *others[1:], None, uses, out, config
-        )  # fmt: skip
+        launch.choose(logits, rows, table, Text(*others[1:]), uses, out, config)
 
     run()
     expected = choose(

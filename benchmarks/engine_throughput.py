@@ -38,6 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=4, help="steps that are not counted")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--draft-vocab", type=int, help="words that drafts are chosen from")
     parser.add_argument("--eager", action="store_true", help="without graphs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path)
@@ -86,6 +87,7 @@ def load(args: argparse.Namespace, model: Any, drafts: int) -> LLM:
         device=args.device,
         dummy_weights=args.geometry != "bundled",
         acceptance=args.acceptance if drafts else None,
+        draft_vocab=range(args.draft_vocab) if args.draft_vocab and drafts else None,
         enforce_eager=args.eager,
         max_model_len=max(args.prompt + args.tokens + 16, 512),
         max_num_seqs=max(args.requests),

@@ -192,7 +192,7 @@ def test_what_a_caller_keeps_hold_of_is_copied() -> None:
         ("max_num_seqs", 0, ValueError),
         ("max_num_seqs", 257, ValueError),
         ("max_num_batched_tokens", 0, ValueError),
-        ("max_num_batched_tokens", None, TypeError),
+        ("max_num_batched_tokens", 2.5, TypeError),
         ("enforce_eager", 1, TypeError),
         ("revision", "", ValueError),
         ("revision", 3, TypeError),

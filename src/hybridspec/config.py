@@ -212,6 +212,14 @@ def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     return tuple(checked)
 
 
+def _words_to_draft(given: Any) -> str | tuple[int, ...] | None:
+    """Return a file's name or token ids, checked."""
+    if given is None or isinstance(given, str):
+        return given
+    ids = listed("draft_vocab", given, "token ids")
+    return tuple(integer("draft_vocab", token, 0, 2**31 - 1) for token in ids)
+
+
 def _rates(given: Any) -> tuple[float, ...] | None:
     """Return probabilities of acceptance, checked."""
     if given is None:
@@ -236,6 +244,8 @@ class EngineConfig:
         drafter: what drafts: "mtp" is the checkpoint's draft head, "lookup" the request's own text,
             "none" nothing; "auto" is "mtp" where there is a head and "lookup" elsewhere.
         mtp_from: model to take the draft head from, in place of the checkpoint's own.
+        draft_vocab: words that the draft head chooses from: their ids, a JSON file of them, or a
+            text whose most frequent tokens are taken; None is all.
         dummy_weights: whether to make the weights up, from config.json alone.
         dtype: of weights, activations and rings: "auto", "float32", "bfloat16" or "float16".
         state_dtype: of the recurrent state, in addition "int8" (`docs/kernels/gdn_8bit.md`); "auto"
@@ -250,7 +260,8 @@ class EngineConfig:
         threads: torch's CPU threads during a step, at most one for each core; None is 1 for models
             of small matrices, which more threads slow down, and torch's own number for others.
         max_num_seqs: most requests that run at the same time; None is 64 on a CPU, 256 on a GPU.
-        max_num_batched_tokens: most prompt rows of a forward pass, over all requests.
+        max_num_batched_tokens: most prompt rows of a forward pass, over all requests; None is 2,048
+            on a CPU and 8,192 on a GPU.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from, in place of the model's own.
@@ -264,6 +275,7 @@ class EngineConfig:
     acceptance_spread: float = 0.0
     drafter: str = "auto"
     mtp_from: str | None = None
+    draft_vocab: str | tuple[int, ...] | None = None
     dummy_weights: bool = False
     dtype: str = "auto"
     state_dtype: str = "auto"
@@ -274,7 +286,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     threads: int | None = None
     max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     enforce_eager: bool = False
     revision: str | None = None
     tokenizer: str | None = None
@@ -285,6 +297,7 @@ class EngineConfig:
             "draft_tokens": integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS),
             "verify_rows": optional_integer("verify_rows", self.verify_rows, 1),
             "acceptance": _rates(self.acceptance),
+            "draft_vocab": _words_to_draft(self.draft_vocab),
             "acceptance_spread": number("acceptance_spread", self.acceptance_spread, 0.0, 1.0),
             "max_model_len": optional_integer("max_model_len", self.max_model_len, 2),
             "memory_fraction": number(
@@ -292,7 +305,7 @@ class EngineConfig:
             ),
             "threads": optional_integer("threads", self.threads, 1, 1024),
             "max_num_seqs": optional_integer("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS),
-            "max_num_batched_tokens": integer(
+            "max_num_batched_tokens": optional_integer(
                 "max_num_batched_tokens", self.max_num_batched_tokens, 1
             ),
             "seed": optional_integer("seed", self.seed, 0, 2**63 - 1),

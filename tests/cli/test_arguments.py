@@ -18,6 +18,7 @@ from hybridspec.config import EngineConfig, SamplingParams
 WITHOUT_FLAGS = {
     "acceptance",
     "acceptance_spread",
+    "draft_vocab",
     "allowed_token_ids",
     "detokenize",
     "enforce_eager",

@@ -74,7 +74,7 @@ def test_a_folder_without_a_template(tmp_path: Path) -> None:
     build_tiny_checkpoint(tmp_path, eos_token_id=END)
     write_ascii_tokenizer(tmp_path)
     llm = LLM(tmp_path, device="cpu")
-    with pytest.raises(ValueError, match="^chat_template: .* has no default template"):
+    with pytest.raises(ValueError, match="^chat_template: .* has no chat template; give"):
         llm.chat(MESSAGES, GREEDY)
     [result] = llm.chat(MESSAGES, GREEDY, chat_template=PLAIN)
     assert result.outputs[0].finish_reason

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.tiny_checkpoints import build_tiny_checkpoint
 from hybridspec import LLM, CheckpointError, SamplingParams
+from hybridspec.engine.draft_vocabulary import draft_vocabulary
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 
@@ -312,3 +313,37 @@ def test_loading_needs_no_gradients(base: Path) -> None:
         t.requires_grad for t in (model.embedding, model.head, model.layers[0].mixer.in_weight)
     )
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("verify_rows", [None, 9])
+def test_a_trimmed_vocabulary_changes_no_token(
+    base: Path, plain: list[list[int]], verify_rows: int | None
+) -> None:
+    llm = LLM(
+        base, draft_tokens=3, device="cpu", draft_vocab=range(0, 97, 2), verify_rows=verify_rows
+    )
+    results = llm.generate(prompt_token_ids=make_prompts(), sampling_params=make_params())
+    assert [result.outputs[0].token_ids for result in results] == plain
+    even = llm._engine.runner.decoder.requests.next_tokens[:-1, 1:]
+    assert (even % 2 == 0).all() and even.any()
+
+
+def test_files_of_a_trimmed_vocabulary(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "ids.json").write_text("[5, 3, 5]")
+    assert draft_vocabulary(str(tmp_path / "ids.json"), None, 9) == [3, 5]
+    (tmp_path / "text").write_text("import os\nimport sys\n")
+    tokenizer = LLM("bundled", device="cpu").tokenizer
+    ids = draft_vocabulary(str(tmp_path / "text"), tokenizer, 272)
+    encoded = tokenizer.encode("import os\nimport sys\n", add_special_tokens=False)
+    assert ids == sorted(set(encoded))
+    broken = {"{}": "a JSON list", "[true]": "a JSON list", "[9]": "0..8, got 9", "[]": "got none"}
+    for content, message in {**broken, "[": "no JSON"}.items():
+        (tmp_path / "ids.json").write_text(content)
+        with pytest.raises(ValueError, match=f"^draft_vocab: .*{message}"):
+            draft_vocabulary(str(tmp_path / "ids.json"), None, 9)
+    with pytest.raises(ValueError, match="cannot be read"):
+        draft_vocabulary(str(tmp_path / "none"), None, 9)
+    with pytest.raises(ValueError, match="the model has no tokenizer"):
+        draft_vocabulary(str(tmp_path / "text"), None, 9)
+    with pytest.raises(ValueError, match="^draft_vocab: expected ids in 0..96, got 97"):
+        LLM(base, device="cpu", draft_vocab=[97])

@@ -42,9 +42,12 @@ def sampling(**changes: object) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, "seed": 11, "max_tokens": 40, **changes})
 
 
-def run_right(folder: Path, plain: list[int], params: SamplingParams, k: int = 4) -> Request:
+def run_right(
+    folder: Path, plain: list[int], params: SamplingParams, k: int = 4, late: int = 0
+) -> Request:
     """Run PROMPT with drafts that are all right, so that each step brings k + 1 tokens."""
     engine = scripted_engine(folder, {tuple(PROMPT): plain}, right_script, k)
+    engine.run_ahead = late
     [request] = run(engine, [PROMPT], [params])
     assert engine.allocator.num_live == 0
     return request
@@ -54,11 +57,14 @@ def first_seen_at(tokens: list[int], index: int) -> bool:
     return tokens.index(tokens[index]) == index
 
 
+@pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("place", range(1, 12))
-def test_a_stop_token_at_every_place_in_a_step(folder: Path, plain: list[int], place: int) -> None:
+def test_a_stop_token_at_every_place_in_a_step(
+    folder: Path, plain: list[int], place: int, late: int
+) -> None:
     if not first_seen_at(plain, place):
         place = next(i for i in range(place, len(plain)) if first_seen_at(plain, i))
-    request = run_right(folder, plain, sampling(stop_token_ids=[plain[place]]))
+    request = run_right(folder, plain, sampling(stop_token_ids=[plain[place]]), late=late)
     assert request.token_ids == plain[: place + 1]
     assert request.finish_reason == "stop"
     assert sum(request.stats.committed_per_step) == place  # the first token is the prefill's
@@ -105,13 +111,16 @@ def test_a_stop_string_over_token_borders(
     assert stop in kept and stop not in kept[:-1]
 
 
+@pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("place", range(1, 12))
-def test_a_stop_string_at_every_place_in_a_step(folder: Path, plain: list[int], place: int) -> None:
+def test_a_stop_string_at_every_place_in_a_step(
+    folder: Path, plain: list[int], place: int, late: int
+) -> None:
     """Drafts are all right, so that the string mostly ends inside accepted drafts."""
     text = text_of(plain)
     stop = text[place - 1 : place + 1]
     start = text.find(stop)
-    request = run_right(folder, plain, sampling(stop=[stop, "not in the text"]))
+    request = run_right(folder, plain, sampling(stop=[stop, "not in the text"]), late=late)
     assert request.token_ids == plain[: start + 2]
     assert request.finish_reason == "stop"
     assert sum(request.stats.committed_per_step) == start + 1

@@ -38,4 +38,5 @@ GLOBALS: dict[str, Any] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "autocast fp16": lambda: torch.autocast("cpu", torch.float16),
     "gradients": torch.enable_grad,
+    "inference mode": torch.inference_mode,
 }

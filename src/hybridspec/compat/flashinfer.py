@@ -9,6 +9,8 @@ dtype of the rows; a row with a negative index never moves its cursors.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,18 @@ _WINDOW = 16
 _FLUSH_RING = 32
 _FLAT_RING = 16
 _MAX_TOKENS = 8
+
+# Of arguments that both functions have.
+_ONLY_DEFAULTS = {
+    "softplus_beta": 1.0,
+    "softplus_threshold": 20.0,
+    "output_state_indices": None,
+    "intermediate_states_buffer": None,
+    "accepted_steps": None,
+    "ssm_state_indices": None,
+    "disable_output": False,
+    "recovery_steps": 0,
+}
 
 # What the op's messages call an argument, where FlashInfer has another name for it.
 _NAMES = {
@@ -130,18 +144,7 @@ def gated_delta_rule_mtp_ucache_flush(
     Source:
         The repository and commit that the module names.
     """
-    _accept_only_defaults(
-        softplus_beta=(softplus_beta, 1.0),
-        softplus_threshold=(softplus_threshold, 20.0),
-        output_state_indices=(output_state_indices, None),
-        intermediate_states_buffer=(intermediate_states_buffer, None),
-        accepted_steps=(accepted_steps, None),
-        ssm_state_indices=(ssm_state_indices, None),
-        disable_state_update=(disable_state_update, False),
-        disable_output=(disable_output, False),
-        recovery_steps=(recovery_steps, 0),
-        pdl_trigger=(pdl_trigger, False),
-    )
+    _accept_only_defaults(locals(), disable_state_update=False, pdl_trigger=False)
     num_tokens, capacity = _sizes(q, k_cache)
     if capacity != _FLUSH_RING:
         raise CallerError(f"k_cache: expected {_FLUSH_RING} ring rows, got {capacity}")
@@ -201,60 +204,18 @@ def gated_delta_rule_mtp_ucache(
     them; the caller keeps hist_len[b] + T <= 16. Outputs:
     `hybridspec.ops.gated_delta_rule.verify`.
 
+    Arguments, result, errors and numerics as in `gated_delta_rule_mtp_ucache_flush`, but for:
+
     Args:
-        A_log: [HV], any float dtype; in.
-        a: decay inputs, [B, T, HV]; in.
-        dt_bias: [HV], any float dtype; in.
-        softplus_beta: only 1.
-        softplus_threshold: only 20; above it x and log(1 + e^x) are the same in fp32.
-        q: queries, [B, T, H, K], T = 1..8; in.
-        k: keys, [B, T, H, K]; in.
-        v: values, [B, T, HV, V]; in.
-        b: write strength inputs, [B, T, HV]; in.
         initial_state_source: states, [pool, HV, V, K]; in.
-        initial_state_indices: slot of each request, negative = padding, [B], int32 or int64; None:
-            0..B-1; in.
-        output_state_indices: only None.
-        intermediate_states_buffer: only None.
-        accepted_steps: only None.
-        ssm_state_indices: only None.
         disable_state_update: either; the states are never written.
-        use_qk_l2norm_in_kernel: whether q and k are first scaled to length one per head.
-        scale: factor of the outputs; None is K^-0.5.
-        output: where to write, [B, T, HV, V]; rows of padding keep what they hold; out.
-        disable_output: only False.
-        recovery_steps: only 0.
         k_cache: normalised keys, [pool, H, 16, K]; in-out.
         u_cache: corrected values, [pool, HV, 16, V]; in-out.
         g_cache: log-decay since the state in the pool, [pool, HV, 16], fp32; in-out.
         hist_len: rows of each window, [B], int32, 0..16-T; checked on a CPU; in.
         use_pdl: only False.
-
-    Returns:
-        `output`, or [B, T, HV, V] in the dtype of `v` with zeros in rows of padding.
-
-    Raises:
-        CallerError: for a wrong call; it is a ValueError and an AssertionError.
-        UnsupportedError: for an argument that only accepts its default, by name, or another T; it
-            is a NotImplementedError.
-
-    Numerics:
-        As `hybridspec.ops.gated_delta_rule.verify`.
-
-    Source:
-        The repository and commit that the module names.
     """
-    _accept_only_defaults(
-        softplus_beta=(softplus_beta, 1.0),
-        softplus_threshold=(softplus_threshold, 20.0),
-        output_state_indices=(output_state_indices, None),
-        intermediate_states_buffer=(intermediate_states_buffer, None),
-        accepted_steps=(accepted_steps, None),
-        ssm_state_indices=(ssm_state_indices, None),
-        disable_output=(disable_output, False),
-        recovery_steps=(recovery_steps, 0),
-        use_pdl=(use_pdl, False),
-    )
+    _accept_only_defaults(locals(), use_pdl=False)
     num_tokens, capacity = _sizes(q, k_cache)
     if capacity != _FLAT_RING:
         raise CallerError(f"k_cache: expected {_FLAT_RING} ring rows, got {capacity}")
@@ -270,8 +231,10 @@ def gated_delta_rule_mtp_ucache(
     )  # fmt: skip
 
 
-def _accept_only_defaults(**arguments: tuple[object, object]) -> None:
-    for name, (value, default) in arguments.items():
+def _accept_only_defaults(arguments: dict[str, Any], **defaults: object) -> None:
+    """Raise for an argument that has another value than what is named here or above."""
+    for name, default in (_ONLY_DEFAULTS | defaults).items():
+        value = arguments[name]
         if value is not default and (default is None or value != default):
             got = f"a {type(value).__name__}" if default is None else repr(value)
             raise UnsupportedError(f"{name}: only {default!r} is supported, got {got}")

@@ -39,6 +39,8 @@ __all__ = ["Engine"]
 _log = logging.getLogger("hybridspec")
 
 CAPTURED_OPS = ("gated_delta_rule", "causal_conv1d", ATTENTION)
+# Prompt rows of one request per forward: a chunk takes as long as some decode steps.
+PROMPT_CHUNKS = {"cpu": 512, "cuda": 4096}
 MOST_CAPTURED = 256  # requests of the largest captured step
 PENALTY_ROWS = 64  # requests with penalties at a time, on a device; more of them wait
 
@@ -89,7 +91,13 @@ class Engine:
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self.pools, self.allocator = _make_pools(self.resolved)
         self.runner = Runner(self._decoder(drafter), verify_rows=self.config.verify_rows)
-        self.scheduler = Scheduler(self.allocator, self.runner, self.config.max_num_batched_tokens)
+        assert self.config.max_num_batched_tokens is not None  # resolved
+        self.scheduler = Scheduler(
+            self.allocator,
+            self.runner,
+            max_prompt_rows=self.config.max_num_batched_tokens,
+            max_chunk=PROMPT_CHUNKS[self.pools.device.type],
+        )
         if self._can_capture(drafter):
             self.runner.graphs = StepGraphs(
                 self.runner.decoder,
@@ -135,7 +143,7 @@ class Engine:
                 num_count_rows=min(pools.num_slots, PENALTY_ROWS),
                 device=pools.device,
             ),
-            drafter=make_drafter(self.config, self.model, pools, drafter),
+            drafter=make_drafter(self.config, self.model, pools, self.tokenizer, drafter),
             forced=forced,
         )
 

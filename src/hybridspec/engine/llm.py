@@ -46,17 +46,16 @@ class LLM:
         model: folder in Hugging Face layout, the id of a repository on the Hugging Face hub, or
             "bundled" for the model in this package.
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
-        acceptance: accept drafts by force with these probabilities (conditional on the position
-            before), to measure; what comes out is synthetic.
-        acceptance_spread: half the width around them within which each draft draws its own.
+        acceptance, acceptance_spread: accept drafts by force with these probabilities, give or take
+            the spread, to measure; what comes out is synthetic.
         verify_rows: most rows of a verify step over all requests, the most probable drafts first;
             each running request has one in any case; None verifies every draft.
         drafter: what drafts: "mtp" is the checkpoint's draft head, "lookup" the request's own text,
             "none" nothing; "auto" is "mtp" where there is a head and "lookup" elsewhere.
-        mtp_from: model to take the draft head from, in place of the checkpoint's own: a folder, an
-            id or "bundled".
-        dummy_weights: make the weights up, from config.json alone, to measure a geometry; texts
-            mean nothing then.
+        draft_vocab: words that the draft head chooses from, so that it reads less: ids, a JSON file
+            of ids, or a text whose 32,768 most frequent tokens are taken.
+        mtp_from: model (folder, id or "bundled") to take another draft head from.
+        dummy_weights: make the weights up, from config.json alone, to measure a geometry.
         dtype: of weights, activations and rings; "auto" is float32 on CPU, else the file's.
         state_dtype: of the recurrent state, in addition "int8"; "auto" is the checkpoint's. With 16
             or 8 bits, plain and speculative decoding may differ where two tokens nearly tie: they
@@ -68,11 +67,10 @@ class LLM:
             gives each slot one page of max_model_len tokens, as FlashAttention-3 wants it.
         attention_backend: what attends in verify steps: "triton", "fa3" (needs fa3-fwd, a Hopper
             GPU, bfloat16 and kv_layout "contiguous") or "reference"; "auto" is the first that can.
-        threads: CPU threads during a step, at most one for each core; None is 1 for small models,
-            else torch's own number.
-        max_num_seqs: most requests that run at the same time, 1..256; None is 64 on a CPU and 256
-            on a GPU.
-        max_num_batched_tokens: most prompt rows of a forward pass, over all requests.
+        threads: CPU threads during a step; None is 1 for small models, else torch's own number.
+        max_num_seqs: most requests at a time, 1..256; None is 64 on a CPU and 256 on a GPU.
+        max_num_batched_tokens: most prompt rows of a forward pass, over all requests; None is 2,048
+            on a CPU and 8,192 on a GPU.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from: a folder, an id or "bundled".
@@ -98,6 +96,7 @@ class LLM:
         acceptance_spread: float = 0.0,
         drafter: str = "auto",
         mtp_from: str | Path | None = None,
+        draft_vocab: str | Path | Sequence[int] | None = None,
         dummy_weights: bool = False,
         dtype: str = "auto",
         state_dtype: str = "auto",
@@ -108,7 +107,7 @@ class LLM:
         attention_backend: str = "auto",
         threads: int | None = None,
         max_num_seqs: int | None = None,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         enforce_eager: bool = False,
         revision: str | None = None,
         tokenizer: str | Path | None = None,
@@ -127,6 +126,7 @@ class LLM:
             acceptance_spread=acceptance_spread,
             drafter=drafter,
             mtp_from=str(mtp_from) if isinstance(mtp_from, Path) else mtp_from,
+            draft_vocab=str(draft_vocab) if isinstance(draft_vocab, Path) else draft_vocab,  # type: ignore[arg-type]
             dummy_weights=dummy_weights,
             dtype=dtype,
             state_dtype=state_dtype,

@@ -78,6 +78,9 @@ def model_folder(
     return find_model(model, only=only, has_weights=has_weights, revision=revision)
 
 
+_PROMPT_ROWS = {"cpu": 2048, "cuda": 8192}  # of a forward pass
+
+
 def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False) -> Resolved:
     """Decide device, dtypes, lengths, drafter, threads, memories and backends.
 
@@ -134,6 +137,7 @@ def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False
             threads=_threads(config.threads, device, model.hidden_size),
             attention_backend=backends["paged_attention"][0],
             max_num_seqs=config.max_num_seqs or _most_requests(device),
+            max_num_batched_tokens=config.max_num_batched_tokens or _PROMPT_ROWS[device.type],
         ),
         mtp_folder=mtp_folder,
         tokenizer_folder=tokenizer_folder,

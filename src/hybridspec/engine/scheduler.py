@@ -15,9 +15,7 @@ from hybridspec.engine.runner import Runner
 from hybridspec.errors import CapacityError
 from hybridspec.runtime import Allocator
 
-__all__ = ["PREFILL_CHUNK", "Scheduler"]
-
-PREFILL_CHUNK = 512  # prompt rows of one request per forward; running requests wait for one
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -27,13 +25,17 @@ class Scheduler:
         allocator: gives them out.
         runner: is told who gets a slot and who leaves it.
         max_prompt_rows: prompt rows of all requests per forward.
+        max_chunk: prompt rows of one request per forward; running requests wait for one.
     """
 
-    def __init__(self, allocator: Allocator, runner: Runner, max_prompt_rows: int) -> None:
+    def __init__(
+        self, allocator: Allocator, runner: Runner, *, max_prompt_rows: int, max_chunk: int
+    ) -> None:
         self.allocator = allocator
         self.runner = runner
         self._admissions = itertools.count()
         self.max_prompt_rows = max_prompt_rows
+        self.max_chunk = max_chunk
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
@@ -47,6 +49,10 @@ class Scheduler:
 
     def admit(self) -> None:
         """Move waiting requests to prefill, in order, as long as they fit; drop what never will."""
+        self._admit_all()
+        self.allocator.clean()
+
+    def _admit_all(self) -> None:
         while self.waiting:
             try:
                 slot = self.allocator.acquire(self.waiting[0].max_tokens_in_logs)
@@ -72,7 +78,7 @@ class Scheduler:
         A request's chunks are the same whatever else is running.
         """
         chunks, budget = [], self.max_prompt_rows
-        longest = min(PREFILL_CHUNK, budget)
+        longest = min(self.max_chunk, budget)
         for request in self.prefilling:
             rows = min(len(request.prompt_token_ids) - request.num_prefilled, longest)
             if rows > budget:

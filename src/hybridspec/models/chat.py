@@ -161,10 +161,11 @@ class ChatTemplates:
         name = "tool_use" if has_tools and "tool_use" in self.templates else "default"
         if name in self.templates:
             return self.templates[name]
-        names = ", ".join(sorted(self.templates)) or "none"
+        names = ", ".join(sorted(self.templates))
+        kind = f"default template (it has {names})" if names else "chat template"
         raise ValueError(
-            f"chat_template: {self.source} has no default template (it has {names}); "
-            f"give one as chat_template"
+            f"chat_template: {self.source} has no {kind}; give one as chat_template "
+            f"(--chat-template)"
         )
 
     def _rendered(self, text: str, variables: dict[str, Any], *, is_own: bool) -> str:

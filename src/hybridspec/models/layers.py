@@ -173,7 +173,7 @@ class GdnLayer:
                 gated_delta_rule.Gates(gate, gate, None, True, 1.0),
                 gated_delta_rule.State(memory.state, memory.state_scale),
                 memory.ring,
-                gated_delta_rule.Batch(offsets, offsets[:1], None, max_verify_tokens),
+                gated_delta_rule.FoldingBatch(offsets, offsets[:1], None, max_verify_tokens),
             ),
         }
 
@@ -189,7 +189,7 @@ class GdnLayer:
         q, k, v = self._convolve(qkv, step, memory).split_with_sizes((q_size, q_size, v_size), -1)
         y = self._mix(q.view(keys), k.view(keys), v.view(values), a, b, step, memory)
         y = self.norm.forward_gated(y, z.view(values))
-        return torch.addmm(residual, y.flatten(-2), self.out_weight.t())
+        return residual.addmm_(y.flatten(-2), self.out_weight.t())
 
     def _convolve(self, qkv: Tensor, step: Step, memory: GdnMemory) -> Tensor:
         logs = (
@@ -298,7 +298,7 @@ class AttentionLayer:
             )
         y = y.flatten(-2)
         y = sigmoid_gate(y, gate, out=y) if y.is_cuda else y.mul_(gate.sigmoid())
-        return torch.addmm(residual, y, self.out_weight.t())
+        return residual.addmm_(y, self.out_weight.t())
 
     def _norm_and_rotate(self, qk: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         weight = self.qk_norm.weight

@@ -26,7 +26,7 @@ class Mlp:
         y = _gated(F.linear(x, self.gate_up_weight))
         if residual is None:
             return F.linear(y, self.down_weight)
-        return torch.addmm(residual, y, self.down_weight.t())
+        return residual.addmm_(y, self.down_weight.t())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

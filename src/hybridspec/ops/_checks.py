@@ -23,6 +23,7 @@ __all__ = [
     "check_dtype",
     "check_last_stride",
     "check_option",
+    "check_tensor",
     "dtype_name",
     "row_alignment",
 ]
@@ -93,6 +94,13 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
             f"{name}: expected a last stride of 1, got strides {tuple(tensor.stride())}; "
             f"call .contiguous() on it"
         )
+
+
+def check_tensor(name: str, tensor: Tensor, spec: str, dims: Dims, *dtypes: torch.dtype) -> None:
+    """Raise as `check`, `check_dtype` and `check_last_stride` do."""
+    check(name, tensor, spec, dims)
+    check_dtype(name, tensor, *dtypes)
+    check_last_stride(name, tensor)
 
 
 def check_devices(**named: Tensor | None) -> None:

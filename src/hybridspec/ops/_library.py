@@ -26,7 +26,7 @@ from torch import Tensor
 from hybridspec.ops._autocast import without_autocast
 from hybridspec.ops._backends import Supports, always, choose_backend
 
-__all__ = ["LIBRARY", "Backend", "Op", "Written", "kernel_or_reference", "register"]
+__all__ = ["LIBRARY", "Backend", "Op", "Written", "register", "register_kernel"]
 
 LIBRARY = torch.library.Library("hybridspec", "FRAGMENT")
 
@@ -248,17 +248,22 @@ class Op:
         return self.backends[name].prepared(*arguments)
 
 
-def kernel_or_reference(explain: Supports, kernel: Run, reference: Run) -> dict[str, Backend]:
-    """Return the backends of an op that has a Triton kernel, and PyTorch operators otherwise.
+def register(name: str, backends: Mapping[str, Backend], check: Run | None = None) -> Op:
+    """Define an op for every device; see `Op`."""
+    return Op(name, backends, check)
+
+
+def register_kernel(
+    name: str, explain: Supports, kernel: Run, reference: Run, check: Run | None = None
+) -> Op:
+    """Define an op that has a Triton kernel, and PyTorch operators otherwise; see `Op`.
 
     Args:
+        name: as messages say it.
         explain: says why the kernel cannot serve a call, or returns None.
         kernel: launches it.
         reference: serves every call.
+        check: raises unless a call is right.
     """
-    return {"triton": Backend(explain, kernel), "reference": Backend(always, reference)}
-
-
-def register(name: str, backends: Mapping[str, Backend], check: Run | None = None) -> Op:
-    """Define an op for every device; see `Op`."""
+    backends = {"triton": Backend(explain, kernel), "reference": Backend(always, reference)}
     return Op(name, backends, check)

@@ -11,9 +11,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from hybridspec.ops._checks import INTEGERS, Dims, check_tensor
+
 __all__ = [
     "Batch",
     "Request",
+    "check_batch",
     "check_distinct",
     "check_lengths",
     "check_slots",
@@ -44,6 +47,13 @@ class Request(NamedTuple):
     stop: int
     slot: int
     position: int
+
+
+def check_batch(batch: Batch, seq_len: Tensor, dims: Dims) -> None:
+    """Raise unless bounds, slots and the cursor [S] fit together; binds S and B."""
+    check_tensor("seq_len", seq_len, "S", dims, *INTEGERS)
+    check_tensor("slots", batch.slots, "B", dims, *INTEGERS)
+    check_tensor("cu_seqlens", batch.cu_seqlens, str(dims["B"] + 1), dims, *INTEGERS)
 
 
 def read_at(cursor: Tensor, slots: list[int]) -> list[int]:

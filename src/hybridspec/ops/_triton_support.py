@@ -30,18 +30,8 @@ CPU_CAPABILITY = (0, 0)  # of Triton's interpreter
 # First Triton release that was seen to emit code for a capability (compiled ahead of time; an older
 # compiler may abort the process instead of raising, so it is never asked).
 _FIRST_COMPILER = {
-    (8, 0): (3, 6),
-    (8, 6): (3, 6),
-    (8, 7): (3, 6),
-    (8, 9): (3, 6),
-    (9, 0): (3, 6),
-    (10, 0): (3, 6),
-    (10, 1): (3, 6),
-    (10, 3): (3, 6),
-    (10, 7): (3, 9),
-    (11, 0): (3, 9),
-    (12, 0): (3, 6),
-    (12, 1): (3, 6),
+    (3, 6): ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 1), (10, 3), (12, 0), (12, 1)),
+    (3, 9): ((10, 7), (11, 0)),
 }
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = (torch.int8, torch.int32, torch.int64)
@@ -73,7 +63,7 @@ def explain_target(capability: tuple[int, int], version: str | None) -> str | No
         )
     if version is None:
         return f"no compiler: Triton is not installed (device is {name})"
-    first = _FIRST_COMPILER.get(capability)
+    first = next((v for v, served in _FIRST_COMPILER.items() if capability in served), None)
     installed = tuple(int(part) for part in version.split(".")[:2])
     if first is None:
         return f"compiler: no Triton release is known to emit {name} (installed: {version})"

@@ -116,6 +116,16 @@ class Pools:
     def num_pages(self) -> int:
         return self.token_pages.shape[0]
 
+    def start_tensors(self) -> list[Tensor]:
+        """What must be zero where a request begins: cursors and states.
+
+        Rows of rings that no cursor covers are never read, whatever they hold.
+        """
+        cursors = [self.seq_len, self.ring_start, self.history_len]
+        for spec, tensors in zip(self.specs.all(), self._slot_tensors, strict=True):
+            cursors += [tensors[name] for name, one in spec.per_slot.items() if one.is_state]
+        return cursors
+
     def slot_tensors(self) -> list[Tensor]:
         """Every tensor whose first dimension is the slot: what copy and reset act on."""
         cursors = [self.seq_len, self.ring_start, self.history_len]
@@ -131,11 +141,13 @@ class Pools:
 
     def grow_slots(self, num_slots: int) -> Self:
         """Enlarge every slot-indexed pool, keeping what is there, also if memory runs out."""
-        old = self.num_slots
+        return self._grow(self._resize_slots, self.num_slots, num_slots)
+
+    def _grow(self, resize: Callable[[int], None], old: int, new: int) -> Self:
         try:
-            self._resize_slots(num_slots)
+            resize(new)
         except BaseException:
-            self._resize_slots(old)
+            resize(old)
             raise
         return self
 
@@ -148,13 +160,7 @@ class Pools:
 
     def grow_pages(self, num_pages: int) -> Self:
         """Enlarge every page-indexed pool, keeping what is there, also if memory runs out."""
-        old = self.num_pages
-        try:
-            self._resize_pages(num_pages)
-        except BaseException:
-            self._resize_pages(old)
-            raise
-        return self
+        return self._grow(self._resize_pages, self.num_pages, num_pages)
 
     def _resize_pages(self, num_pages: int) -> None:
         width = min(self.max_pages_per_slot, num_pages)

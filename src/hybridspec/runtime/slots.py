@@ -45,6 +45,7 @@ class Allocator:
     _free_slots: list[int] = field(init=False)
     _free_pages: list[int] = field(init=False)
     _pages: dict[int, list[int]] = field(init=False, default_factory=dict)
+    _unclean: list[int] = field(init=False, default_factory=list)
     _is_full: bool = field(init=False, default=False)  # growing failed; until a request ends
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ class Allocator:
         return self.can_grow or pages <= self.pools.num_pages
 
     def acquire(self, num_tokens: int) -> int | None:
-        """Reserve a clean slot with pages for `num_tokens` rows.
+        """Reserve a slot with pages for `num_tokens` rows; `clean` must follow before it is used.
 
         Returns:
             The slot, or None if the request has to wait.
@@ -94,8 +95,7 @@ class Allocator:
         row = torch.full((pools.page_table.shape[1],), -1, dtype=torch.int32)
         row[:pages] = torch.tensor(mine, dtype=torch.int32)
         pools.page_table[slot] = row.to(pools.device)
-        slots = torch.tensor([slot], dtype=torch.int32, device=pools.device)
-        reset_slots(pools.slot_tensors(), slots)
+        self._unclean.append(slot)
         if self.has_clean_values:
             pages_of_slot = pools.page_table[slot, :pages].to(torch.int64)
             for memory in pools.of_kind(KvMemory):
@@ -105,6 +105,17 @@ class Allocator:
         self._free_slots.pop()
         del self._free_pages[-pages:]
         return slot
+
+    def clean(self) -> None:
+        """Zero cursors and states of the slots handed out since the last call, all in one go.
+
+        Comes before anything runs in them.
+        """
+        if self._unclean:
+            device = self.pools.device
+            slots = torch.tensor(self._unclean, dtype=torch.int32).to(device)
+            self._unclean.clear()
+            reset_slots(self.pools.start_tensors(), slots)
 
     def release(self, slot: int) -> None:
         """Give a slot and its pages back."""

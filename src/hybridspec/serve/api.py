@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
@@ -48,6 +48,8 @@ __all__ = ["Api", "ServeOptions"]
 _log = logging.getLogger("hybridspec.serve")
 _CHARACTERS_PER_TOKEN = 64  # a prompt of more for each token of the context is not even encoded
 _CLIENT_GONE = 499  # nobody reads it
+
+Asked = TypeVar("Asked", CompletionBody, ChatBody)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,12 +251,16 @@ class Api:
 
     # Answers
 
-    async def completions(self, http: HttpRequest) -> Response:
+    async def _asked(self, http: HttpRequest, kind: type[Asked]) -> tuple[Asked, SamplingParams]:
+        """Read what is to be continued, and how."""
         self.check_key(http)
-        body = await read_body(http, CompletionBody, self.options.limits.body_bytes)
+        body = await read_body(http, kind, self.options.limits.body_bytes)
         self._check_model(body.model)
         note_unknown(body)
-        params = sampling_params(body, self._defaults, self.options.limits)
+        return body, sampling_params(body, self._defaults, self.options.limits)
+
+    async def completions(self, http: HttpRequest) -> Response:
+        body, params = await self._asked(http, CompletionBody)
         tokenizer = self.tokenizer
         prompts = self._prompts(body.prompt)
         has_specials = body.add_special_tokens is not False
@@ -267,11 +273,7 @@ class Api:
         return await _whole(http, stream, answer_completion(body, stream, head, tokenizer))
 
     async def chat(self, http: HttpRequest) -> Response:
-        self.check_key(http)
-        body = await read_body(http, ChatBody, self.options.limits.body_bytes)
-        self._check_model(body.model)
-        note_unknown(body)
-        params = sampling_params(body, self._defaults, self.options.limits)
+        body, params = await self._asked(http, ChatBody)
         tokenizer = self.tokenizer
         tools = None if body.tool_choice == "none" else body.tools or None
         names = function_schemas(tools)

@@ -47,6 +47,9 @@ class Metrics:
             made = Histogram(name, what, tuple(labels), buckets=buckets, registry=self._registry)
             return made.labels(**labels)
 
+        def times(name: str, what: str) -> Histogram:
+            return histogram(f"{name}_seconds", what, _SECONDS)
+
         self._labels = labels
         self._gauges = {
             name: Gauge(name, what, tuple(labels), registry=self._registry).labels(**labels)
@@ -74,22 +77,12 @@ class Metrics:
         self.committed = histogram(
             "committed_tokens_per_step", "Tokens committed by a verify step.", range(9)
         )
-        self.first_token = histogram(
-            "time_to_first_token_seconds", "From the request to its first token.", _SECONDS
-        )
-        self.between = histogram(
-            "inter_token_latency_seconds", "Between outputs of a continuation.", _SECONDS
-        )
-        self.whole = histogram(
-            "e2e_request_latency_seconds", "From the request to its end.", _SECONDS
-        )
-        self.queue = histogram("request_queue_time_seconds", "Waiting for room.", _SECONDS)
-        self.prefill = histogram(
-            "request_prefill_time_seconds", "From admission to the first token.", _SECONDS
-        )
-        self.decode = histogram(
-            "request_decode_time_seconds", "From the first token to the last.", _SECONDS
-        )
+        self.first_token = times("time_to_first_token", "From the request to its first token.")
+        self.between = times("inter_token_latency", "Between outputs of a continuation.")
+        self.whole = times("e2e_request_latency", "From the request to its end.")
+        self.queue = times("request_queue_time", "Waiting for room.")
+        self.prefill = times("request_prefill_time", "From admission to the first token.")
+        self.decode = times("request_decode_time", "From the first token to the last.")
         self.prompt_length = histogram(
             "request_prompt_tokens", "Prompt tokens of a request.", _TOKENS
         )

@@ -48,7 +48,11 @@ async def read_body(request: Request, kind: type[Body], max_bytes: int) -> Body:
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
-        raise ApiError(415, f"content-type: expected application/json, got {media[:80]!r}")
+        raise ApiError(
+            415,
+            f"content-type: expected application/json, got {media[:80]!r}; with curl: "
+            f"-H 'Content-Type: application/json'",
+        )
     chunks, size = [], 0
     try:
         async for chunk in request.stream():

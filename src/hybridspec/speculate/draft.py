@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridspec.models import HybridModel
@@ -56,13 +57,28 @@ class MtpDrafter:
         model: the target model, which owns the embedding and the LM head.
         head: the draft head.
         pools: the memories, the head's among them.
+        words: ids that drafts may have, None for all: fewer words are read in less time, and the
+            output does not depend on drafts.
     """
 
-    def __init__(self, model: HybridModel, pools: Pools) -> None:
+    def __init__(
+        self, model: HybridModel, pools: Pools, words: Sequence[int] | None = None
+    ) -> None:
         assert model.mtp is not None
         self.model = model
         self.head = model.mtp
         self.pools = pools
+        self.words = None if words is None else torch.tensor(words, device=model.device)
+        self._rows = None if self.words is None else model.head[self.words]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [N, vocab] of the head's hidden states, -inf for words it does not know."""
+        if self.words is None or self._rows is None:
+            return self.model.logits(hidden)
+        known = F.linear(hidden, self._rows)
+        wide = known.dtype if known.dtype is torch.float64 else torch.float32
+        logits = known.new_full((hidden.shape[0], self.model.head.shape[0]), -torch.inf, dtype=wide)
+        return logits.index_copy_(1, self.words, known.to(wide))
 
     @property
     def memory(self) -> KvMemory:
@@ -105,7 +121,7 @@ class MtpDrafter:
             if j > 0:
                 hidden = self.head.forward(tokens, hidden, _single_rows(live, cursor), memory)
                 cursor += 1
-            logits = self.model.logits(hidden)
+            logits = self.logits(hidden)
             probs = torch.softmax(logits, -1) if asks.has_confidences else None
             tokens = choose_tokens(
                 decoder, logits, live, torch.full_like(live, j), asks, seq_len=pools.seq_len

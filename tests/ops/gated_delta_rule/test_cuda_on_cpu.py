@@ -18,7 +18,15 @@ from helpers.guarded import at_the_end_of_memory
 from hybridspec.compat.flashinfer import gated_delta_rule_mtp_ucache_flush
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops._nvrtc import SOURCES
-from hybridspec.ops.gated_delta_rule import Batch, Gates, Rows, State, api, launch_cuda, row_cursors
+from hybridspec.ops.gated_delta_rule import (
+    FoldingBatch,
+    Gates,
+    Rows,
+    State,
+    api,
+    launch_cuda,
+    row_cursors,
+)
 from hybridspec.ops.gated_delta_rule.int8_state import quantise
 from hybridspec.ops.gated_delta_rule.launch_cuda import CudaConfig
 from hybridspec.ops.ring import RingView
@@ -338,7 +346,7 @@ def test_what_it_says_of_tensors(changes: dict[str, torch.Tensor], reason: str) 
         ring = RingView(**{name: changed.pop(name, tensor) for name, tensor in RING.items()})
         rows = CALL | changed
         state = State(rows.pop("state"), None)
-        gates, batch = Gates(None, None, None, True, 1.0), Batch(None, None, None, 4)
+        gates, batch = Gates(None, None, None, True, 1.0), FoldingBatch(None, None, None, 4)
         return launch_cuda.explain_tensors(Rows(**rows), gates, state, ring, batch)
 
     assert explain() is None

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers.gdn_cases import Case, Dtypes, Geometry, VerifyCall, assert_same_bits
-from hybridspec.ops.gated_delta_rule import Batch, Gates, Rows, State, cpu
+from hybridspec.ops.gated_delta_rule import FoldingBatch, Gates, Rows, State, cpu
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 I8 = torch.int8
@@ -48,7 +48,7 @@ def allocations(call: VerifyCall) -> list[int]:
             ),
             State(pools.state, pools.state_scale),
             pools.ring,
-            Batch(call.cu_seqlens, call.slot_tensor, call.is_fold, pools.ring.max_window),
+            FoldingBatch(call.cu_seqlens, call.slot_tensor, call.is_fold, pools.ring.max_window),
         )
     return mode.sizes
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.gdn_cases import Case, Dtypes, Geometry, VerifyCall
-from hybridspec.ops.gated_delta_rule import Batch, Gates, Rows, State, cpu, naive
+from hybridspec.ops.gated_delta_rule import FoldingBatch, Gates, Rows, State, cpu, naive
 
 CASES = [
     Case("ragged", (3, 1, 8), (15, 0, 7), (30, 0, 31)),
@@ -28,7 +28,7 @@ def test_equals_what_a_cpu_runs(case: Case, options: tuple) -> None:
             Gates(call.tokens.A_log, call.tokens.dt_bias, *options),
             State(pools.state, None),
             pools.ring,
-            Batch(call.cu_seqlens, call.slot_tensor, call.is_fold, max(case.lengths)),
+            FoldingBatch(call.cu_seqlens, call.slot_tensor, call.is_fold, max(case.lengths)),
         )
         found.append((out, *pools.tensors()))
     assert found[0][1].dtype == torch.float64

@@ -76,6 +76,7 @@ def test_passes_opcheck() -> None:
                 False,
                 call.slots,
                 call.out_slots,
+                call.counts,
                 *optional,
                 8,
                 "auto",

@@ -11,7 +11,7 @@ from helpers.gdn_oracle import gates
 from helpers.ring_cases import kernel_pools
 from helpers.token_decays import hold_token_decays
 from hybridspec.ops import gated_delta_rule
-from hybridspec.ops.gated_delta_rule import Batch, Gates, Rows, State, naive
+from hybridspec.ops.gated_delta_rule import FoldingBatch, Gates, Rows, State, naive
 
 F64, F32 = torch.float64, torch.float32
 INTERPRETED = [
@@ -42,7 +42,7 @@ def run(call: VerifyCall, backend: str) -> Tensor:
         Gates(call.tokens.A_log, call.tokens.dt_bias, None, True, 1.0),
         State(pools.state, None),
         pools.ring,
-        Batch(call.cu_seqlens, call.slot_tensor, call.is_fold, max(call.case.lengths)),
+        FoldingBatch(call.cu_seqlens, call.slot_tensor, call.is_fold, max(call.case.lengths)),
     )
     return out
 

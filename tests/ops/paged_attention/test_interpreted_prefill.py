@@ -17,7 +17,7 @@ from helpers.attention_cases import (
 )
 from helpers.guarded import at_the_end_of_memory
 from helpers.tolerances import assert_same
-from hybridspec.ops.paged_attention import launch_prefill
+from hybridspec.ops.paged_attention import launch, launch_prefill
 from hybridspec.ops.paged_attention.call import Rows
 
 pytestmark = pytest.mark.interpreted
@@ -109,7 +109,7 @@ def _run(chunks: list[int]) -> list[torch.Tensor]:
 def test_refusals_say_why() -> None:
     batch = make_attention_batch([2], [3], [1], dtype=F32)
     out = torch.empty(2, 4, 16)
-    assert launch_prefill.explain(*batch.call(2, None, out)) is None
+    assert launch.explain_call(*batch.call(2, None, out)) is None
     half = replace(batch, k_pages=batch.k_pages.half(), v_pages=batch.v_pages.half())
     apart = replace(batch, v_pages=batch.v_pages.contiguous())
     transposed = torch.empty(2, 16, 4).transpose(1, 2)
@@ -120,7 +120,7 @@ def test_refusals_say_why() -> None:
         (batch.call(2, None, transposed), "out has strides"),
         (double.call(2, None, out), "k_pages has dtype float64"),
     ):
-        assert reason in launch_prefill.explain(*call)
+        assert reason in launch.explain_call(*call)
 
 
 def test_the_oracle_would_see_rows_in_another_order() -> None:

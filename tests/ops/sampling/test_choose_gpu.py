@@ -8,6 +8,7 @@ import torch
 from helpers.choice_cases import FILTER_KINDS, filter_case, random_case
 from helpers.no_sync import no_sync
 from hybridspec.ops.sampling import SamplingTable, SamplingUses, choose, launch
+from hybridspec.ops.sampling.call import Rows, Text
 from hybridspec.ops.sampling.mass import TILE
 
 pytestmark = pytest.mark.gpu
@@ -95,9 +96,8 @@ def test_launches_do_not_matter() -> None:
     for tiles, splits in ((1, 16), (7, 3), (61, 1)):
         config = launch.LaunchConfig(tiles_per_program=tiles, num_splits=splits, num_warps=8)
         out = torch.empty(64, dtype=torch.int64, device="cuda")
-        launch.choose(
-            logits, slots, others[0], table, *others[1:], None, FILTERED, out, config
-        )  # fmt: skip
+        rows = Rows(slots, others[0], None)
+        launch.choose(logits, rows, table, Text(*others[1:]), FILTERED, out, config)
         found.append(out)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     few = choose(logits[40:44], slots[40:44], others[0][:4], table, *others[1:], uses=FILTERED)

@@ -7,6 +7,7 @@ import torch
 
 from helpers.choice_cases import FILTER_KINDS, ChoiceCase, filter_case, random_case
 from hybridspec.ops.sampling import NO_TOKEN, SamplingUses, launch
+from hybridspec.ops.sampling.call import Rows, Text
 from hybridspec.ops.sampling.mass import TILE
 
 pytestmark = pytest.mark.interpreted
@@ -25,10 +26,10 @@ def run_kernels(
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.full_like(case.slots, -77, dtype=torch.int64)
-    launch.choose(
-        case.logits.clone(), case.slots, case.offsets, case.table, case.seq_len, case.drafts,
-        case.token_pages, case.page_table, mask, uses or SamplingUses.everything(), out, config,
-    )  # fmt: skip
+    rows = Rows(case.slots, case.offsets, mask)
+    text = Text(case.seq_len, case.drafts, case.token_pages, case.page_table)
+    uses = uses or SamplingUses.everything()
+    launch.choose(case.logits.clone(), rows, case.table, text, uses, out, config)
     return out
 
 

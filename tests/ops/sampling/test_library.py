@@ -13,8 +13,8 @@ from hybridspec.ops.sampling import SamplingUses
 def test_opcheck() -> None:
     case = random_case(1, slots=3, drafts=1)
     arguments = (
-        case.logits, case.slots, case.offsets, *case.table.tensors(), case.seq_len, case.drafts,
-        case.token_pages, case.page_table, None, *SamplingUses.everything().flags(),
+        case.logits, case.slots, case.offsets, None, *case.table.tensors(), case.seq_len,
+        case.drafts, case.token_pages, case.page_table, *SamplingUses.everything().flags(),
         torch.empty(6, dtype=torch.int64), "auto",
     )  # fmt: skip
     torch.library.opcheck(torch.ops.hybridspec.sampling_choose.default, arguments)

@@ -85,7 +85,7 @@ def compiled(kernel, constants: dict, capability: int, num_warps: int) -> dict:
 
 def variants():
     """Yield each kernel with the constants and warps of its heaviest launches."""
-    switches = {"NUM_BINS": 16, "HAS_NUM_DRAFTS": True}
+    switches = {"TABLE_BINS": 16, "HAS_NUM_DRAFTS": True}
     for requests, drafts in ((256, 3), (256, 7), (2048, 0)):
         yield (
             triton_build.plan_kernel,

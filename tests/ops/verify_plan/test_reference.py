@@ -328,6 +328,11 @@ def test_kernels_are_refused_on_a_cpu() -> None:
         plan_step(**small_call(), backend="triton")
 
 
+def test_kernels_refuse_more_drafts_than_their_counters_hold() -> None:
+    with pytest.raises(UnsupportedError, match="at most 7 drafts a request, got 8"):
+        select_rows(torch.rand(2, 8), integers(0, 1), num_rows=4, backend="triton")
+
+
 def test_more_wrong_calls() -> None:
     with pytest.raises(ValueError, match="max_rows: expected at least"):
         Step.create(max_requests=3, max_rows=2, max_drafts=1)

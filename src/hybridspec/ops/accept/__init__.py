@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .api import accept_rows
-from .table import RequestTable, StepResult, Taken, TokenLog
+from hybridspec.ops.accept.api import accept_rows
+from hybridspec.ops.accept.table import RequestTable, StepResult, Taken, TokenLog
 
 __all__ = ["RequestTable", "StepResult", "Taken", "TokenLog", "accept_rows"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .._checks import INTEGERS, Dims, check, check_dtype
-from .._library import kernel_or_reference, register
-from .._triton_support import explain_tensors
-from . import cpu
-from .table import Batch, Counts, Ends, RequestTable, StepResult, TokenLog
+from hybridspec.ops._checks import INTEGERS, Dims, check, check_dtype
+from hybridspec.ops._library import register_kernel
+from hybridspec.ops._triton_support import explain_tensors
+from hybridspec.ops.accept import cpu, launch
+from hybridspec.ops.accept.table import Counts, Ends, RequestTable, StepResult, StepRows, TokenLog
 
 __all__ = ["accept_rows"]
 
@@ -75,7 +73,7 @@ def accept_rows(
         result = StepResult.create(
             num_requests=slots.shape[0], num_drafts=requests.most_drafts, device=chosen.device
         )
-    batch = Batch(cu_seqlens, num_verify_tokens, slots, is_fold)
+    batch = StepRows(cu_seqlens, num_verify_tokens, slots, is_fold)
     ends, said = Ends(end_bits, ends_from), Counts(counts, count_row)
     _accept_rows(chosen, batch, history_len, requests, log, ends, said, result, backend=backend)
     return result
@@ -97,7 +95,7 @@ _ARGUMENTS = (
 
 def _check(
     chosen: Tensor,
-    batch: Batch,
+    batch: StepRows,
     history_len: Tensor,
     requests: RequestTable,
     log: TokenLog,
@@ -121,16 +119,10 @@ def _check(
         )
 
 
-def _explain(chosen: Tensor, batch: Batch, *others: object) -> str | None:
+def _explain(chosen: Tensor, batch: StepRows, *others: object) -> str | None:
     return explain_tensors([("chosen", chosen), ("slots", batch.slots)], INTEGERS)
 
 
-def _launch(*arguments: Any) -> None:
-    from hybridspec.ops.accept import launch
-
-    launch.accept_rows(*arguments)
-
-
-_accept_rows = register(
-    "accept.accept_rows", kernel_or_reference(_explain, _launch, cpu.accept_rows), _check
+_accept_rows = register_kernel(
+    "accept.accept_rows", _explain, launch.accept_rows, cpu.accept_rows, _check
 )

@@ -8,16 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._library import Written
-from .naive import accept_one
-from .table import Batch, Counts, Ends, RequestTable, StepResult, TokenLog
+from hybridspec.ops._library import Written
+from hybridspec.ops.accept.naive import accept_one
+from hybridspec.ops.accept.table import Counts, Ends, RequestTable, StepResult, StepRows, TokenLog
 
 __all__ = ["accept_rows"]
 
 
 def accept_rows(
     chosen: Tensor,
-    batch: Batch,
+    batch: StepRows,
     history_len: Tensor,
     requests: Written[RequestTable],
     log: Written[TokenLog],

@@ -1,19 +1,18 @@
-"""The launch of the Triton kernel."""
+"""The launch of the Triton kernel; it is imported only then, so this needs no Triton."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from . import triton_accept
-from .table import Batch, Counts, Ends, RequestTable, StepResult, TokenLog
+from hybridspec.ops.accept.table import Counts, Ends, RequestTable, StepResult, StepRows, TokenLog
 
 __all__ = ["accept_rows"]
 
 
 def accept_rows(
     chosen: Tensor,
-    batch: Batch,
+    batch: StepRows,
     history_len: Tensor,
     requests: RequestTable,
     log: TokenLog,
@@ -22,11 +21,13 @@ def accept_rows(
     result: StepResult,
 ) -> None:
     """Accept in one launch, a program per request; see api.py."""
+    from hybridspec.ops.accept.triton_accept import accept_kernel
+
     cu_seqlens, num_rows, slots, is_fold = batch
     end_bits, ends_from = ends
     table, count_row = counts
     with torch.cuda.device_of(chosen):
-        triton_accept.accept_kernel[(slots.shape[0],)](
+        accept_kernel[(slots.shape[0],)](
             chosen, cu_seqlens, num_rows, slots, is_fold,
             history_len, log.seq_len, requests.last_position, requests.is_done,
             requests.next_tokens, log.token_pages, log.page_table,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from .._library import Written
+from hybridspec.ops._columns import Columns
+from hybridspec.ops._library import Written
 
-__all__ = ["Batch", "Counts", "Ends", "RequestTable", "StepResult", "Taken", "TokenLog"]
+__all__ = ["Counts", "Ends", "RequestTable", "StepResult", "StepRows", "Taken", "TokenLog"]
 
 
-class Batch(NamedTuple):
+class StepRows(NamedTuple):
     """The rows of a step, by request.
 
     Attributes:
@@ -73,7 +73,7 @@ class TokenLog:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTable:
+class RequestTable(Columns):
     """One row per slot, and one more that is scratch: slot -1 writes there.
 
     Attributes:
@@ -155,15 +155,6 @@ class RequestTable:
         for old, new in zip(self.tensors(), larger.tensors(), strict=True):
             new[:kept] = old[:kept]
         return larger
-
-    def tensors(self) -> list[Tensor]:
-        """List the tensors in the order of the fields, as the registered op takes them."""
-        return [getattr(self, name) for name in self.__slots__]
-
-    @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> Self:
-        """Name the tensors that `tensors` listed."""
-        return cls(**dict(zip(cls.__slots__, tensors, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

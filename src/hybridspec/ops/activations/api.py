@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridspec.ops._checks import FLOATS, Dims, check, check_dtype, check_last_stride
-from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops._library import register_kernel
 from hybridspec.ops.activations import launch, reference
 
 __all__ = ["sigmoid_gate", "swiglu"]
@@ -59,13 +59,8 @@ def sigmoid_gate(
     Returns:
         [N, D] in the dtype of `y`.
 
-    Raises:
-        TypeError: for a dtype that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call.
-        ValueError: for a wrong shape, stride or backend.
-
-    Numerics:
-        fp32 (fp64 if `y` is), rounded once at the end.
+    Raises, Numerics:
+        As `swiglu`.
 
     Source:
         The output gate of attention in the Qwen3-Next and Qwen3.5 checkpoints.
@@ -91,8 +86,4 @@ def _check(x: Tensor, gate: Tensor, out: Tensor, is_silu: bool) -> None:
     check_dtype("out", out, x.dtype)
 
 
-_op = register(
-    "activations.gated",
-    kernel_or_reference(launch.explain, launch.gated, reference.gated),
-    _check,
-)
+_op = register_kernel("activations.gated", launch.explain, launch.gated, reference.gated, _check)

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridspec.ops._checks import (
-    FLOATS,
-    INTEGERS,
-    Dims,
-    check,
-    check_dtype,
-    check_last_stride,
-    check_option,
-)
-from hybridspec.ops._library import kernel_or_reference, register
-from hybridspec.ops._requests import Batch
+from hybridspec.ops._checks import FLOATS, Dims, check, check_dtype, check_option, check_tensor
+from hybridspec.ops._library import register_kernel
+from hybridspec.ops._requests import Batch, check_batch
 from hybridspec.ops.causal_conv1d import cpu, launch
 from hybridspec.ops.causal_conv1d.call import Log, Rows, Taps
 
@@ -100,33 +92,11 @@ def prefill(
     The same equation as `verify`, for any number of rows: a chunk of a prompt continues from the
     rows that the chunk before it stored.
 
+    Arguments, result, errors, numerics and source as in `verify`, but for two:
+
     Args:
-        x: raw inputs, packed by request, [N, D]; last stride 1; in.
-        weight: taps, newest last, [D, width], any strides; in.
         conv_ring: stored inputs, [S, R, D], R a power of two >= width - 1; last stride 1; in-out.
-        seq_len: positions stored so far, [S], int32 or int64; contiguous; in.
-        cu_seqlens: row bounds of the requests, [B+1], int32 or int64; contiguous; in.
-        slots: slot of each request, -1 = padding, [B], int32 or int64; contiguous; in.
-        max_seqlen: most rows of one request.
-        bias: added before the activation, [D]; last stride 1; in.
-        activation: "silu" or None.
-        out: where to write, [N, D], dtype of x; last stride 1; out.
-        backend: "auto", "triton" or "reference".
-
-    Returns:
-        [N, D] in the dtype of `x`; zeros in rows that belong to no slot.
-
-    Raises:
-        TypeError: for a dtype or an option of a kind that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
-        ValueError: for a wrong shape, stride, ring capacity, activation or backend, or (reference)
-            more rows in a request than `max_seqlen`.
-
-    Numerics:
-        As `verify`.
-
-    Source:
-        As `verify`.
+        max_seqlen: most rows of one request, in place of `max_verify_tokens`.
     """
     out = _output(x) if out is None else out
     batch = Batch(cu_seqlens, slots, max_seqlen)
@@ -146,31 +116,16 @@ def _output(x: Tensor) -> Tensor:
 
 def _check(rows: Rows, taps: Taps, log: Log, batch: Batch, num_appended: int) -> None:
     dims: Dims = {}
-    check("x", rows.x, "N D", dims)
+    check_tensor("x", rows.x, "N D", dims, *FLOATS)
     check("weight", taps.weight, "D width", dims)
-    check("conv_ring", log.conv_ring, "S R D", dims)
-    check("seq_len", log.seq_len, "S", dims)
-    check("slots", batch.slots, "B", dims)
-    check("cu_seqlens", batch.cu_seqlens, str(dims["B"] + 1), dims)
-    check_last_stride("x", rows.x)
-    check_last_stride("conv_ring", log.conv_ring)
-    for name, tensor in (
-        ("x", rows.x), ("weight", taps.weight), ("conv_ring", log.conv_ring)
-    ):  # fmt: skip
-        check_dtype(name, tensor, *FLOATS)
-    indices = {"cu_seqlens": batch.cu_seqlens, "slots": batch.slots}
-    for name, tensor in ({"seq_len": log.seq_len} | indices).items():
-        check_dtype(name, tensor, *INTEGERS)
-        check_last_stride(name, tensor)
+    check_dtype("weight", taps.weight, *FLOATS)
+    check_tensor("conv_ring", log.conv_ring, "S R D", dims, *FLOATS)
+    check_batch(batch, log.seq_len, dims)
     if taps.bias is not None:
-        check("bias", taps.bias, "D", dims)
-        check_dtype("bias", taps.bias, *FLOATS)
-        check_last_stride("bias", taps.bias)
+        check_tensor("bias", taps.bias, "D", dims, *FLOATS)
     if taps.activation not in ("silu", None):
         raise ValueError(f"activation: expected 'silu' or None, got {taps.activation!r}")
-    check("out", rows.out, "N D", dims)
-    check_dtype("out", rows.out, rows.x.dtype)
-    check_last_stride("out", rows.out)
+    check_tensor("out", rows.out, "N D", dims, rows.x.dtype)
     capacity, needed = dims["R"], dims["width"] - 1 + num_appended
     if capacity & (capacity - 1) or capacity < needed:
         raise ValueError(
@@ -189,13 +144,9 @@ def _check_prefill(rows: Rows, taps: Taps, log: Log, batch: Batch) -> None:
     _check(rows, taps, log, batch, 0)
 
 
-_verify = register(
-    "causal_conv1d.verify",
-    kernel_or_reference(launch.explain_verify, launch.verify, cpu.verify),
-    _check_verify,
+_verify = register_kernel(
+    "causal_conv1d.verify", launch.explain_verify, launch.verify, cpu.verify, _check_verify
 )
-_prefill = register(
-    "causal_conv1d.prefill",
-    kernel_or_reference(launch.explain_prefill, launch.prefill, cpu.prefill),
-    _check_prefill,
+_prefill = register_kernel(
+    "causal_conv1d.prefill", launch.explain_prefill, launch.prefill, cpu.prefill, _check_prefill
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hybridspec.ops._requests import Batch
@@ -17,73 +19,67 @@ _PREFILL_ROWS = 16  # of a tile, and the most inputs that a request keeps
 
 def explain_verify(rows: Rows, taps: Taps, log: Log, batch: Batch) -> str | None:
     """Say why the Triton kernel cannot serve a verify call, or return None."""
-    named = [("x", rows.x), ("weight", taps.weight), ("conv_ring", log.conv_ring)]
-    reason = explain_tensors([*named, ("out", rows.out)])
+    reason = _explain(rows, taps, log)
     if reason is None and batch.max_rows > _MAX_TOKENS:
         reason = f"max_verify_tokens is {batch.max_rows}, the kernel takes up to {_MAX_TOKENS}"
     return reason
 
 
-def verify(rows: Rows, taps: Taps, log: Log, batch: Batch) -> None:
-    """Launch the verify kernel."""
-    from hybridspec.ops.causal_conv1d.triton_verify import verify_kernel
-
-    (x, out), (weight, bias, activation), (conv_ring, seq_len) = rows, taps, log
-    cu_seqlens, slots, max_rows = batch
-    num_requests, (num_channels, width) = slots.shape[0], weight.shape
-    if num_requests == 0:
-        out.zero_()
-        return
-    block = min(_BLOCK_CHANNELS, round_up_to_power_of_two(num_channels))
-    with torch.cuda.device_of(x):
-        verify_kernel[(num_requests * -(-num_channels // block),)](
-            x, weight, bias, conv_ring, out, seq_len, cu_seqlens, slots, x.shape[0], num_requests,
-            x.stride(0), *weight.stride(), *conv_ring.stride()[:2], out.stride(0),
-            D=num_channels,
-            RING=conv_ring.shape[1],
-            WIDTH=width,
-            TOKENS=round_up_to_power_of_two(max_rows),
-            BLOCK_D=block,
-            IS_SILU=activation == "silu",
-            num_warps=2,
-            enable_fp_fusion=True,
-        )  # fmt: skip
-
-
 def explain_prefill(rows: Rows, taps: Taps, log: Log, batch: Batch) -> str | None:
     """Say why the Triton kernel cannot serve a prefill call, or return None."""
-    named = [("x", rows.x), ("weight", taps.weight), ("conv_ring", log.conv_ring)]
-    reason = explain_tensors([*named, ("out", rows.out)])
+    reason = _explain(rows, taps, log)
     width = taps.weight.shape[1]
     if reason is None and width - 1 > _PREFILL_ROWS:
         reason = f"weight has {width} taps, the kernel takes up to {_PREFILL_ROWS + 1}"
     return reason
 
 
+def _explain(rows: Rows, taps: Taps, log: Log) -> str | None:
+    return explain_tensors(
+        [("x", rows.x), ("weight", taps.weight), ("conv_ring", log.conv_ring), ("out", rows.out)]
+    )
+
+
+def verify(rows: Rows, taps: Taps, log: Log, batch: Batch) -> None:
+    """Launch the verify kernel."""
+    from hybridspec.ops.causal_conv1d.triton_verify import verify_kernel
+
+    tokens = round_up_to_power_of_two(batch.max_rows)
+    _launch(verify_kernel, rows, taps, log, batch, 1, TOKENS=tokens, num_warps=2)
+
+
 def prefill(rows: Rows, taps: Taps, log: Log, batch: Batch) -> None:
     """Launch the prefill kernel."""
     from hybridspec.ops.causal_conv1d.triton_prefill import prefill_kernel
 
+    tiles = max(-(-batch.max_rows // _PREFILL_ROWS), 1)
+    _launch(
+        prefill_kernel, rows, taps, log, batch, tiles, num_tiles=tiles, ROWS=_PREFILL_ROWS,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _launch(
+    kernel: Any, rows: Rows, taps: Taps, log: Log, batch: Batch, programs: int, **options: int
+) -> None:
+    """Launch so many programs for each request and block of channels."""
     (x, out), (weight, bias, activation), (conv_ring, seq_len) = rows, taps, log
-    cu_seqlens, slots, max_rows = batch
-    num_requests, (num_channels, width) = slots.shape[0], weight.shape
+    num_requests, (num_channels, width) = batch.slots.shape[0], weight.shape
     if num_requests == 0:
         out.zero_()
         return
     block = min(_BLOCK_CHANNELS, round_up_to_power_of_two(num_channels))
-    num_tiles = max(-(-max_rows // _PREFILL_ROWS), 1)
     with torch.cuda.device_of(x):
-        prefill_kernel[(num_requests * num_tiles * -(-num_channels // block),)](
-            x, weight, bias, conv_ring, out, seq_len, cu_seqlens, slots, x.shape[0], num_requests,
-            num_tiles, x.stride(0), *weight.stride(), *conv_ring.stride()[:2], out.stride(0),
+        kernel[(num_requests * programs * -(-num_channels // block),)](
+            x, weight, bias, conv_ring, out, seq_len, batch.cu_seqlens, batch.slots, x.shape[0],
+            num_requests, x.stride(0), *weight.stride(), *conv_ring.stride()[:2], out.stride(0),
             D=num_channels,
             RING=conv_ring.shape[1],
             WIDTH=width,
-            ROWS=_PREFILL_ROWS,
             BLOCK_D=block,
             IS_SILU=activation == "silu",
-            num_warps=4,
             enable_fp_fusion=True,
+            **options,
         )  # fmt: skip
 
 

@@ -5,39 +5,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hybridspec.ops.causal_conv1d.triton_verify import convolve
+
 __all__ = ["prefill_kernel"]
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "num_tiles"])
 def prefill_kernel(
-    # inputs: x [N, D]; weight [D, WIDTH]; bias [D] or None
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    # in-out: conv_ring [S, R, D]
-    conv_ring_ptr,
+    # inputs: x [N, D]; weight [D, WIDTH]; bias [D] or None; in-out: conv_ring [S, R, D]
+    x_ptr, weight_ptr, bias_ptr, conv_ring_ptr,
     # output [N, D]
     out_ptr,
     # metadata: seq_len [S]; cu_seqlens [B + 1]; slots [B]
-    seq_len_ptr,
-    cu_seqlens_ptr,
-    slots_ptr,
-    num_rows,
-    num_requests,
-    num_tiles,
-    x_stride_n,
-    weight_stride_d,
-    weight_stride_w,
-    conv_ring_stride_s,
-    conv_ring_stride_r,
-    out_stride_n,
-    D: tl.constexpr,
-    RING: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    IS_SILU: tl.constexpr,
-):
+    seq_len_ptr, cu_seqlens_ptr, slots_ptr,
+    num_rows, num_requests,
+    x_stride_n, weight_stride_d, weight_stride_w, conv_ring_stride_s, conv_ring_stride_r,
+    out_stride_n, num_tiles,
+    D: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, IS_SILU: tl.constexpr,
+):  # fmt: skip
     """One program per tile of a request's rows and block of channels.
 
     The first tile alone reads the ring, and it alone stores there, when it has read.
@@ -69,29 +55,10 @@ def prefill_kernel(
     position = tl.load(seq_len_ptr + slot).to(tl.int32)
     conv_ring_ptr += slot * conv_ring_stride_s
     x_ptrs = x_ptr + (first + rows)[:, None] * x_stride_n + d_offs[None, :]
-    result = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for tap in tl.static_range(WIDTH):
-        source = rows + (tap - WIDTH + 1)
-        weight = tl.load(
-            weight_ptr + d_offs * weight_stride_d + tap * weight_stride_w, mask=d_mask, other=0.0
-        ).to(tl.float32)
-        new = tl.load(
-            x_ptrs + (tap - WIDTH + 1) * x_stride_n, mask=mask & (source >= 0)[:, None], other=0.0
-        )
-        new = new.to(conv_ring_ptr.dtype.element_ty).to(tl.float32)
-        is_stored = (source < 0) & (position + source >= 0)
-        stored = tl.load(
-            conv_ring_ptr
-            + ((position + source) & (RING - 1))[:, None] * conv_ring_stride_r
-            + d_offs[None, :],
-            mask=mask & is_stored[:, None],
-            other=0.0,
-        ).to(tl.float32)
-        result += (new + stored) * weight[None, :]
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + d_offs, mask=d_mask, other=0.0).to(tl.float32)[None, :]
-    if IS_SILU:
-        result *= tl.sigmoid(result)
+    result = convolve(
+        x_ptrs, weight_ptr, bias_ptr, conv_ring_ptr, rows, position, d_offs, mask, d_mask,
+        x_stride_n, weight_stride_d, weight_stride_w, conv_ring_stride_r, RING, WIDTH, IS_SILU,
+    )  # fmt: skip
 
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
     if tile == 0:

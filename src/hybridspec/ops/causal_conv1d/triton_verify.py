@@ -5,38 +5,58 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["verify_kernel"]
+__all__ = ["convolve", "verify_kernel"]
+
+
+@triton.jit
+def convolve(
+    # pointers to x at `rows`, to the parameters, to the ring of the slot
+    x_ptrs, weight_ptr, bias_ptr, conv_ring_ptr,
+    rows, position, d_offs, mask, d_mask,
+    x_stride_n, weight_stride_d, weight_stride_w, conv_ring_stride_r,
+    RING: tl.constexpr, WIDTH: tl.constexpr, IS_SILU: tl.constexpr,
+):  # fmt: skip
+    """Outputs of some rows of a request, [ROWS, BLOCK_D]; the ring holds what precedes them."""
+    result = tl.zeros(x_ptrs.shape, tl.float32)
+    for tap in tl.static_range(WIDTH):
+        source = rows + (tap - WIDTH + 1)
+        weight = tl.load(
+            weight_ptr + d_offs * weight_stride_d + tap * weight_stride_w, mask=d_mask, other=0.0
+        ).to(tl.float32)
+        new = tl.load(
+            x_ptrs + (tap - WIDTH + 1) * x_stride_n, mask=mask & (source >= 0)[:, None], other=0.0
+        )
+        new = new.to(conv_ring_ptr.dtype.element_ty).to(tl.float32)
+        is_stored = (source < 0) & (position + source >= 0)
+        stored = tl.load(
+            conv_ring_ptr
+            + ((position + source) & (RING - 1))[:, None] * conv_ring_stride_r
+            + d_offs[None, :],
+            mask=mask & is_stored[:, None],
+            other=0.0,
+        ).to(tl.float32)
+        result += (new + stored) * weight[None, :]
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + d_offs, mask=d_mask, other=0.0).to(tl.float32)[None, :]
+    if IS_SILU:
+        result *= tl.sigmoid(result)
+    return result
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests"])
 def verify_kernel(
-    # inputs: x [N, D]; weight [D, WIDTH]; bias [D] or None
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    # in-out: conv_ring [S, R, D]
-    conv_ring_ptr,
+    # inputs: x [N, D]; weight [D, WIDTH]; bias [D] or None; in-out: conv_ring [S, R, D]
+    x_ptr, weight_ptr, bias_ptr, conv_ring_ptr,
     # output [N, D]
     out_ptr,
     # metadata: seq_len [S]; cu_seqlens [B + 1]; slots [B]
-    seq_len_ptr,
-    cu_seqlens_ptr,
-    slots_ptr,
-    num_rows,
-    num_requests,
-    x_stride_n,
-    weight_stride_d,
-    weight_stride_w,
-    conv_ring_stride_s,
-    conv_ring_stride_r,
+    seq_len_ptr, cu_seqlens_ptr, slots_ptr,
+    num_rows, num_requests,
+    x_stride_n, weight_stride_d, weight_stride_w, conv_ring_stride_s, conv_ring_stride_r,
     out_stride_n,
-    D: tl.constexpr,
-    RING: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    IS_SILU: tl.constexpr,
-):
+    D: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr, IS_SILU: tl.constexpr,
+):  # fmt: skip
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0)
     request = pid // BLOCKS
@@ -64,29 +84,10 @@ def verify_kernel(
     x_ptrs = x_ptr + (first + tokens)[:, None] * x_stride_n + d_offs[None, :]
     x = tl.load(x_ptrs, mask=mask, other=0.0)
 
-    result = tl.zeros([TOKENS, BLOCK_D], tl.float32)
-    for tap in tl.static_range(WIDTH):
-        source = tokens + (tap - WIDTH + 1)
-        weight = tl.load(
-            weight_ptr + d_offs * weight_stride_d + tap * weight_stride_w, mask=d_mask, other=0.0
-        ).to(tl.float32)
-        new = tl.load(
-            x_ptrs + (tap - WIDTH + 1) * x_stride_n, mask=mask & (source >= 0)[:, None], other=0.0
-        )
-        new = new.to(conv_ring_ptr.dtype.element_ty).to(tl.float32)
-        is_stored = (source < 0) & (position + source >= 0)
-        stored = tl.load(
-            conv_ring_ptr
-            + ((position + source) & (RING - 1))[:, None] * conv_ring_stride_r
-            + d_offs[None, :],
-            mask=mask & is_stored[:, None],
-            other=0.0,
-        ).to(tl.float32)
-        result += (new + stored) * weight[None, :]
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + d_offs, mask=d_mask, other=0.0).to(tl.float32)[None, :]
-    if IS_SILU:
-        result *= tl.sigmoid(result)
+    result = convolve(
+        x_ptrs, weight_ptr, bias_ptr, conv_ring_ptr, tokens, position, d_offs, mask, d_mask,
+        x_stride_n, weight_stride_d, weight_stride_w, conv_ring_stride_r, RING, WIDTH, IS_SILU,
+    )  # fmt: skip
 
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
     append_rows = (position + tokens) & (RING - 1)

@@ -10,13 +10,13 @@ from hybridspec.ops.gated_delta_rule.api import (
     verify,
 )
 from hybridspec.ops.gated_delta_rule.blocks import verify_blocks
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.one_token import decode
 from hybridspec.ops.gated_delta_rule.prefix import materialize_rows
 from hybridspec.ops.gated_delta_rule.row_cursors import verify_rows
 
 __all__ = [
-    "Batch",
+    "FoldingBatch",
     "Gates",
     "Rows",
     "State",

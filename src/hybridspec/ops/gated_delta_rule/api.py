@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridspec.ops._backends import always
-from hybridspec.ops._library import Backend, kernel_or_reference, register
+from hybridspec.ops._library import Backend, register, register_kernel
 from hybridspec.ops.gated_delta_rule import cpu, cpu_prefill, fla, launch, launch_cuda
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.contracts import (
     check_fold,
     check_materialize,
@@ -55,29 +55,13 @@ def prefill(
         S <- e^{g_t} S;  u_t = beta_t (v_t - S k_t);  S <- S + u_t k_t^T;  y_t = scale S q_t
         g_t = -exp(A_log) softplus(a_t + dt_bias),  beta_t = beta_scale sigmoid(b_t)
 
-    Args:
-        q: queries, [N, H, K], packed by request; last stride 1; in.
-        k: keys, [N, H, K], dtype of `v`; last stride 1; in.
-        v: values, [N, HV, V], HV a multiple of H, bf16, fp16, fp32 or fp64; last stride 1; in.
-        a: decay inputs, [N, HV], any of these dtypes; last stride 1; in.
-        b: write strength inputs, [N, HV], any of these dtypes; last stride 1; in.
-        A_log: [HV], any of these dtypes; in.
-        dt_bias: [HV], any of these dtypes; in.
-        state: checkpoints, [S, HV, V, K], any of these dtypes or int8; last stride 1; in-out.
-        ring: ring of the layer; its slots must have no live rows; in.
-        cu_seqlens: row bounds of the requests, [B+1], int32; contiguous; in.
-        slots: slot of each request, -1 = padding, no slot twice, [B], int32; contiguous; in.
-        max_seqlen: most rows of one request.
-        scale: factor of the outputs; None is K^-0.5.
-        use_qk_l2norm: whether q and k are first scaled to length one per head.
-        beta_scale: 2 lets the state have negative eigenvalues.
-        chunk_size: rows that are solved at once.
-        state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; last stride 1; in-out.
-        out: where to write, [N, HV, V]; last stride 1; out.
-        backend: "auto", "fla" or "reference".
+    Arguments and result as in `verify`, but for:
 
-    Returns:
-        [N, HV, V] in the dtype of `v`; zeros in rows that belong to no slot.
+    Args:
+        ring: ring of the layer; its slots must have no live rows; in.
+        max_seqlen: most rows of one request.
+        chunk_size: rows that are solved at once.
+        backend: "auto", "fla" or "reference".
 
     Raises:
         TypeError: for a dtype or an option of a kind that is not supported.
@@ -103,7 +87,7 @@ def prefill(
         Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
         State(state, state_scale),
         ring,
-        Batch(cu_seqlens, slots, None, max_seqlen),
+        FoldingBatch(cu_seqlens, slots, None, max_seqlen),
         chunk_size,
         backend=backend,
     )
@@ -196,7 +180,7 @@ def verify(
         Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
         State(state, state_scale),
         ring,
-        Batch(cu_seqlens, slots, is_fold, max_verify_tokens),
+        FoldingBatch(cu_seqlens, slots, is_fold, max_verify_tokens),
         backend=backend,
     )
     return out
@@ -282,7 +266,7 @@ def materialize(
 
 
 def explain_verify(
-    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> dict[str, str | None]:
     """Say of each backend, in order of preference, why it cannot serve a verify call, or None."""
     return _verify.explain(rows, gates, state, ring, batch)
@@ -297,13 +281,13 @@ _prefill = register(
     check_prefill,
 )
 _verify = register("gated_delta_rule.verify", VERIFY_BACKENDS, check_verify)
-_fold = register(
-    "gated_delta_rule.fold",
-    kernel_or_reference(launch.explain_advance, launch.fold, cpu.fold),
-    check_fold,
+_fold = register_kernel(
+    "gated_delta_rule.fold", launch.explain_advance, launch.fold, cpu.fold, check_fold
 )
-_materialize = register(
+_materialize = register_kernel(
     "gated_delta_rule.materialize",
-    kernel_or_reference(launch.explain_advance, launch.materialize, cpu.materialize),
+    launch.explain_advance,
+    launch.materialize,
+    cpu.materialize,
     check_materialize,
 )

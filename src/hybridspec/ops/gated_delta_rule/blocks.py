@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridspec.ops._library import register
 from hybridspec.ops.gated_delta_rule.api import VERIFY_BACKENDS
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.contracts import check_verify
 from hybridspec.ops.ring.view import RingView
 
@@ -84,7 +84,7 @@ def verify_blocks(
         Gates(A_log, dt_bias, scale, use_qk_l2norm, 1.0),
         State(state, None),
         ring,
-        Batch(
+        FoldingBatch(
             cu_seqlens, blocks, is_fold, max_verify_tokens, padding=padding, is_fold_by_slot=True
         ),
         backend=backend,

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridspec.ops._library import Written
 from hybridspec.ops.ring.view import RingView
 
-__all__ = ["Batch", "Gates", "Rows", "State"]
+__all__ = ["FoldingBatch", "Gates", "Rows", "State"]
 
 
 class Rows(NamedTuple):
@@ -67,7 +67,7 @@ class State(NamedTuple):
     scale: Written[Tensor | None]
 
 
-class Batch(NamedTuple):
+class FoldingBatch(NamedTuple):
     """Whose the rows are, and who folds.
 
     Attributes:

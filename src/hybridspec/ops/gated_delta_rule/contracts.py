@@ -17,7 +17,7 @@ from hybridspec.ops._checks import (
     check_option,
     dtype_name,
 )
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.ring.contracts import check_marks, check_threshold
 from hybridspec.ops.ring.view import (
@@ -38,7 +38,9 @@ __all__ = [
 ]
 
 
-def check_verify(rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch) -> None:
+def check_verify(
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
+) -> None:
     """Raise unless the arguments of `verify` fit together."""
     _check_rows("N", rows, gates, state, ring, batch)
     _check_options(gates)
@@ -52,7 +54,7 @@ def check_verify(rows: Rows, gates: Gates, state: State, ring: RingView, batch: 
 
 
 def check_prefill(
-    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch, chunk_size: int
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch, chunk_size: int
 ) -> None:
     """Raise unless the arguments of `prefill` fit together."""
     _check_rows("N", rows, gates, state, ring, batch)
@@ -61,7 +63,9 @@ def check_prefill(
     check_option("chunk_size", chunk_size, int, low=1)
 
 
-def check_verify_rows(rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch) -> None:
+def check_verify_rows(
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
+) -> None:
     """Raise unless the arguments of `verify_rows` fit together."""
     _check_rows("B T", rows, gates, state, ring, batch)
     _check_options(gates)
@@ -88,7 +92,7 @@ def check_materialize(
 
 
 def _check_rows(
-    packing: str, rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch
+    packing: str, rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> None:
     """Check rows packed by request ("N"), or equally many of each ("B T") with cursors of each."""
     by_name: dict[str, Any] = rows._asdict()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridspec.ops._library import Written
 from hybridspec.ops._requests import check_distinct, check_slots
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.host_batch import HostBatch
 from hybridspec.ops.gated_delta_rule.int8_state import quantise, widen
 from hybridspec.ops.norms.reference import gdn_gates, widened
@@ -162,7 +162,7 @@ def verify(
     gates: Gates,
     state: Written[State],
     ring: Written[RingView],
-    batch: Batch,
+    batch: FoldingBatch,
 ) -> None:
     """Check T_b rows of each request; see `hybridspec.ops.gated_delta_rule.verify`."""
     q, k, v, a, b, out = rows

@@ -8,7 +8,7 @@ import torch
 
 from hybridspec.ops._library import Written
 from hybridspec.ops._requests import check_distinct, check_lengths, read_batch
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.cpu import (
     absorb,
     compute_dtype,
@@ -28,7 +28,7 @@ def prefill(
     gates: Gates,
     state: Written[State],
     ring: RingView,
-    batch: Batch,
+    batch: FoldingBatch,
     chunk_size: int,
 ) -> None:
     """Run prompts from their slots' states; see `hybridspec.ops.gated_delta_rule.prefill`."""

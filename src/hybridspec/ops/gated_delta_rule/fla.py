@@ -29,7 +29,7 @@ from hybridspec.ops._triton_support import (
     explain_tensors,
     round_up_to_power_of_two,
 )
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.int8_state import SCALE_DTYPE, quantise, widen
 from hybridspec.ops.ring.view import RingView
 
@@ -108,7 +108,7 @@ def fixed_configurations(target: tuple[int, int]) -> Iterator[None]:
 
 
 def explain(
-    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch, chunk_size: int
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch, chunk_size: int
 ) -> str | None:
     """Say why the library cannot serve a prefill call, or return None; on a GPU warn of it once."""
     reason = _explain(rows, gates, state, batch, chunk_size)
@@ -122,7 +122,9 @@ def _warn_once(reason: str) -> None:
     _logger.warning("prompts of Gated DeltaNet layers run in plain PyTorch, slowly: %s", reason)
 
 
-def _explain(rows: Rows, gates: Gates, state: State, batch: Batch, chunk_size: int) -> str | None:
+def _explain(
+    rows: Rows, gates: Gates, state: State, batch: FoldingBatch, chunk_size: int
+) -> str | None:
     assert batch.slots is not None
     q, k, v, a, b, out = rows
     named = [("q", q), ("k", k), ("v", v), ("a", a), ("b", b), ("out", out)]
@@ -147,7 +149,7 @@ def _explain(rows: Rows, gates: Gates, state: State, batch: Batch, chunk_size: i
 
 
 def prefill(
-    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch, chunk_size: int
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch, chunk_size: int
 ) -> None:
     """Run prompts from their slots' states; see `hybridspec.ops.gated_delta_rule.prefill`."""
     run = library()

@@ -6,6 +6,7 @@ Kernels are imported inside the functions that launch them, so this module impor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from hybridspec.ops._triton_support import (
     explain_tensors,
     round_up_to_power_of_two,
 )
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.ring.view import RingView
 
@@ -147,7 +148,7 @@ def _largest_divisor_power(size: int) -> int:
 
 
 def explain_verify(
-    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> str | None:
     """Say why the Triton kernel cannot serve a verify call, or return None."""
     reason = explain_tensors(
@@ -199,7 +200,7 @@ def verify(
     gates: Gates,
     state: State,
     ring: RingView,
-    batch: Batch,
+    batch: FoldingBatch,
     *,
     operands: Operands | None = None,
     config: LaunchConfig | None = None,
@@ -275,41 +276,47 @@ def materialize(
 
 
 def _advance(
-    state: Tensor,
-    ring: RingView,
-    slots: Tensor,
-    out_slots: Tensor,
-    num_rows: Tensor,
-    *,
-    is_flag: bool,
+    state: Tensor, ring: RingView, slots: Tensor, out_slots: Tensor, num_rows: Tensor, is_flag: bool
 ) -> None:
     from hybridspec.ops.gated_delta_rule.triton_fold import advance_kernel
 
-    num_requests, (_, value_heads, value_dim, key_dim) = slots.shape[0], state.shape
+    num_requests, (_, value_heads, value_dim, _) = slots.shape[0], state.shape
     if num_requests == 0:
         return
     operands = choose_operands(ring.k, state, ring)
     with torch.cuda.device_of(state):
         advance_kernel[(num_requests * value_heads * (value_dim // 16),)](
             state, ring.k, ring.u, ring.cum_log_decay, ring.ring_start, ring.history_len,
-            slots, out_slots, num_rows,
-            state.stride()[:3], ring.k.stride()[:3], ring.u.stride()[:3],
-            ring.cum_log_decay.stride()[:2],
-            H=ring.k.shape[1],
-            HV=value_heads,
-            K=key_dim,
-            V=value_dim,
-            RING=ring.k.shape[2],
-            WINDOW=max(16, round_up_to_power_of_two(ring.max_window)),
-            BLOCK_K=min(_largest_divisor_power(key_dim), 64),
+            slots, out_slots, num_rows, *advance_strides(state, ring),
+            **advance_sizes(state, ring, operands),
             BLOCK_V=16,
-            OPERAND=_triton_dtype(operands.ring),
-            PRECISION=operands.precision,
             IS_FLAG=is_flag,
-            TOKEN_DECAY=ring.has_token_decay,
             num_warps=4 if operands.ring == torch.float32 else 1,
             enable_fp_fusion=True,
         )  # fmt: skip
+
+
+def advance_strides(state: Tensor, ring: RingView) -> list[tuple[int, ...]]:
+    """Return the strides that the kernels which advance states take."""
+    inner = [pool.stride()[:3] for pool in (state, ring.k, ring.u)]
+    return [*inner, ring.cum_log_decay.stride()[:2]]
+
+
+def advance_sizes(state: Tensor, ring: RingView, operands: Operands) -> dict[str, Any]:
+    """Return the constants of the kernels which advance states, by name."""
+    _, value_heads, value_dim, key_dim = state.shape
+    return {
+        "H": ring.k.shape[1],
+        "HV": value_heads,
+        "K": key_dim,
+        "V": value_dim,
+        "RING": round_up_to_power_of_two(ring.k.shape[2]),
+        "WINDOW": max(16, round_up_to_power_of_two(ring.max_window)),
+        "BLOCK_K": min(_largest_divisor_power(key_dim), 64),
+        "OPERAND": _triton_dtype(operands.ring),
+        "PRECISION": operands.precision,
+        "TOKEN_DECAY": ring.has_token_decay,
+    }
 
 
 def verify_bytes(

@@ -14,7 +14,7 @@ from hybridspec.errors import UnsupportedError
 from hybridspec.ops._checks import dtype_name, row_alignment
 from hybridspec.ops._nvrtc import explain_compiler, load_kernel
 from hybridspec.ops._triton_support import capability, round_up_to_power_of_two
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.ring.view import RingView
 
@@ -115,7 +115,7 @@ def choose_config(num_heads: int, value_dim: int, state_dtype: torch.dtype) -> C
 
 
 def explain_verify(
-    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> str | None:
     """Say why the CUDA kernel cannot serve a verify call, or return None."""
     if not rows.q.is_cuda:
@@ -126,7 +126,7 @@ def explain_verify(
 
 
 def explain_tensors(
-    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> str | None:
     """Say which size, dtype or alignment of a call the kernel does not take, or return None."""
     q, k, v, a, b, out = rows
@@ -214,14 +214,14 @@ def _readable(parameter: Tensor) -> Tensor:
     return parameter if parameter.dtype in _TYPES else parameter.float()
 
 
-def verify(rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch) -> None:
+def verify(rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch) -> None:
     """Launch the kernel."""
     prepare(rows, gates, state, ring, batch)(rows, gates, state, ring, batch)
 
 
 def prepare(
-    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch
-) -> Callable[[Rows, Gates, State, RingView, Batch], None]:
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
+) -> Callable[[Rows, Gates, State, RingView, FoldingBatch], None]:
     """Build the kernel and all but the addresses; return what launches calls of this kind."""
     num_requests, checkpoints = batch.num_requests(ring), state.values
     if num_requests == 0:
@@ -243,7 +243,7 @@ def prepare(
             rows.q.device.index,
         )  # fmt: skip
 
-    def run(rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch) -> None:
+    def run(rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch) -> None:
         pointed = (
             *rows[:5], _readable(gates.A_log), _readable(gates.dt_bias), *state, *ring[:3],
             rows.out, *ring[3:5], *batch[:3],
@@ -256,7 +256,9 @@ def prepare(
     return run
 
 
-def _constants(rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch) -> Constants:
+def _constants(
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
+) -> Constants:
     """Everything of `Params` that is no address."""
     q, k, v, a, b, out = rows
     num_requests, (checkpoints, scale) = batch.num_requests(ring), state

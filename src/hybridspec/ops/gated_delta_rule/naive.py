@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import einsum
 from torch.nn.functional import softplus
 
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.ring.view import RingView
 
 
-def verify(rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch) -> None:
+def verify(rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch) -> None:
     """Read the window, fold it where marked, then run the new rows and append them."""
     ratio, capacity = rows.v.shape[1] // rows.k.shape[1], ring.k.shape[2]
     rows.out.zero_()

@@ -16,7 +16,7 @@ from hybridspec.ops._checks import (
     check_last_stride,
     check_option,
 )
-from hybridspec.ops._library import Written, kernel_or_reference, register
+from hybridspec.ops._library import Written, register_kernel
 from hybridspec.ops._requests import check_distinct, check_slots
 from hybridspec.ops._triton_support import explain_tensors, round_up_to_power_of_two
 from hybridspec.ops.gated_delta_rule.call import Gates, Rows
@@ -180,6 +180,4 @@ def _launch(rows: Rows, gates: Gates, state: Tensor, slots: Tensor, padding: int
         )  # fmt: skip
 
 
-_decode = register(
-    "gated_delta_rule.decode", kernel_or_reference(_explain, _launch, _reference), _check
-)
+_decode = register_kernel("gated_delta_rule.decode", _explain, _launch, _reference, _check)

@@ -13,28 +13,38 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._checks import Dims, check, check_devices, check_dtype, check_option
-from hybridspec.ops._library import Written, kernel_or_reference, register
-from hybridspec.ops._triton_support import round_up_to_power_of_two
+from hybridspec.ops._library import Written, register_kernel
 from hybridspec.ops.gated_delta_rule.call import State
 from hybridspec.ops.gated_delta_rule.contracts import check_pools
 from hybridspec.ops.gated_delta_rule.cpu import compute_dtype
-from hybridspec.ops.gated_delta_rule.launch import choose_operands, explain_advance
+from hybridspec.ops.gated_delta_rule.launch import (
+    advance_sizes,
+    advance_strides,
+    choose_operands,
+    explain_advance,
+)
 from hybridspec.ops.ring.contracts import check_marks
 from hybridspec.ops.ring.view import RingView
 
 __all__ = ["materialize_rows"]
 
 
-class Active(NamedTuple):
-    """Which requests are looked at.
+class Copies(NamedTuple):
+    """Which states are written where.
 
     Attributes:
-        requests: [B], negative ones are skipped; None: all.
-        number: how many of them, [1]; None: all.
+        slots: slot to read of each request, [B].
+        out_slots: slot to write, [B].
+        num_rows: rows to take in, [B].
+        active: requests to look at, [B], negative ones are skipped; None: all.
+        num_active: how many of them, [1]; None: all.
     """
 
-    requests: Tensor | None
-    number: Tensor | None
+    slots: Tensor
+    out_slots: Tensor
+    num_rows: Tensor
+    active: Tensor | None
+    num_active: Tensor | None
 
 
 def materialize_rows(
@@ -94,53 +104,37 @@ def materialize_rows(
         RingView(
             ring_k, ring_u, ring_cum_log_decay, ring_start, num_rows, max_window, has_token_decay
         ),
-        slots,
-        out_slots,
-        Active(active, num_active),
+        Copies(slots, out_slots, num_rows, active, num_active),
         programs,
         backend=backend,
     )
 
 
-def _check(
-    state: State,
-    ring: RingView,
-    slots: Tensor,
-    out_slots: Tensor,
-    active: Active,
-    programs: int,
-) -> None:
+def _check(state: State, ring: RingView, copies: Copies, programs: int) -> None:
     dims: Dims = {}
-    cursors = {"slots": slots, "out_slots": out_slots, "num_rows": ring.history_len}
+    cursors = {name: tensor for name, tensor in copies._asdict().items() if tensor is not None}
+    num_active = cursors.pop("num_active", None)
     if ring.ring_start is not None:
         cursors["ring_start"] = ring.ring_start
-    if active.requests is not None:
-        cursors["active"] = active.requests
     check_marks(dims, **cursors)
-    if active.number is not None:
-        check("num_active", active.number, "1", dims)
-        check_dtype("num_active", active.number, torch.int32)
+    if num_active is not None:
+        check("num_active", num_active, "1", dims)
+        check_dtype("num_active", num_active, torch.int32)
     check_pools(state, ring, "B")
-    check_devices(state=state.values, num_active=active.number, **cursors)
+    check_devices(state=state.values, num_active=num_active, **cursors)
     check_option("programs", programs, int, low=1)
 
 
-def _reference(
-    state: Written[State],
-    ring: RingView,
-    slots: Tensor,
-    out_slots: Tensor,
-    active: Active,
-    programs: int,
-) -> None:
+def _reference(state: Written[State], ring: RingView, copies: Copies, programs: int) -> None:
     """Go through the requests one after the other."""
     pool, dtype = state.values, compute_dtype(state.values)
     capacity, heads = ring.k.shape[2], pool.shape[1]
-    requests = range(slots.shape[0]) if active.requests is None else active.requests.tolist()
-    for request in requests[: None if active.number is None else max(int(active.number), 0)]:
+    slots, out_slots, num_rows, active, num_active = copies
+    requests = range(slots.shape[0]) if active is None else active.tolist()
+    for request in requests[: None if num_active is None else max(int(num_active), 0)]:
         if not 0 <= request < slots.shape[0]:
             continue
-        cursors = (part[request] for part in (slots, out_slots, ring.history_len))
+        cursors = (part[request] for part in (slots, out_slots, num_rows))
         slot, out_slot, count = map(int, cursors)
         start = 0 if ring.ring_start is None else int(ring.ring_start[request])
         if min(slot, out_slot, count) < 0 or count > ring.max_window:
@@ -163,21 +157,12 @@ def block_rows(value_dim: int, operand: torch.dtype) -> int:
     return min(value_dim & -value_dim, 16 if operand == torch.float32 else 64)
 
 
-def _launch(
-    state: State,
-    ring: RingView,
-    slots: Tensor,
-    out_slots: Tensor,
-    active: Active,
-    programs: int,
-) -> None:
+def _launch(state: State, ring: RingView, copies: Copies, programs: int) -> None:
     """Launch at most `programs` programs for each multiprocessor."""
-    import triton.language as tl
-
     from hybridspec.ops.gated_delta_rule.triton_fold import advance_rows_kernel
 
-    num_requests, pool = slots.shape[0], state.values
-    _, value_heads, value_dim, key_dim = pool.shape
+    num_requests, pool = copies.slots.shape[0], state.values
+    _, value_heads, value_dim, _ = pool.shape
     if num_requests == 0:
         return
     operands = choose_operands(ring.k, pool, ring)
@@ -188,30 +173,16 @@ def _launch(
             most = torch.cuda.get_device_properties(pool.device).multi_processor_count * programs
         num_items = num_requests * value_heads * (value_dim // block_v)
         advance_rows_kernel[(min(num_items, most),)](
-            pool, ring.k, ring.u, ring.cum_log_decay, slots, out_slots, ring.ring_start,
-            ring.history_len,
-            *active, num_requests,
-            pool.stride()[:3], ring.k.stride()[:3], ring.u.stride()[:3],
-            ring.cum_log_decay.stride()[:2],
-            H=ring.k.shape[1],
-            HV=value_heads,
-            K=key_dim,
-            V=value_dim,
-            RING=round_up_to_power_of_two(ring.k.shape[2]),
+            pool, ring.k, ring.u, ring.cum_log_decay, *copies[:2], ring.ring_start, *copies[2:],
+            num_requests, *advance_strides(pool, ring),
+            **advance_sizes(pool, ring, operands),
             MOST_ROWS=ring.max_window,
-            WINDOW=max(16, round_up_to_power_of_two(ring.max_window)),
-            BLOCK_K=min(key_dim & -key_dim, 64),
             BLOCK_V=block_v,
-            OPERAND=getattr(tl, str(operands.ring).removeprefix("torch.")),
-            PRECISION=operands.precision,
-            TOKEN_DECAY=ring.has_token_decay,
             num_warps=4,
             enable_fp_fusion=True,
         )  # fmt: skip
 
 
-_materialize_rows = register(
-    "gated_delta_rule.materialize_rows",
-    kernel_or_reference(explain_advance, _launch, _reference),
-    _check,
+_materialize_rows = register_kernel(
+    "gated_delta_rule.materialize_rows", explain_advance, _launch, _reference, _check
 )

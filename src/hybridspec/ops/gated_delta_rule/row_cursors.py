@@ -16,7 +16,7 @@ from hybridspec.ops._backends import always
 from hybridspec.ops._library import Backend, Written, register
 from hybridspec.ops.gated_delta_rule import cpu
 from hybridspec.ops.gated_delta_rule.api import VERIFY_BACKENDS
-from hybridspec.ops.gated_delta_rule.call import Batch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.contracts import check_verify_rows
 from hybridspec.ops.ring.view import RingView
 
@@ -110,7 +110,7 @@ def verify_rows(
         RingView(
             ring_k, ring_u, ring_cum_log_decay, ring_start, history_len, max_window, has_token_decay
         ),
-        Batch(None, slots, None, _num_tokens(v), fold_threshold, is_given, padding),
+        FoldingBatch(None, slots, None, _num_tokens(v), fold_threshold, is_given, padding),
         backend=backend,
     )
     return target if out is None or out is target else out.copy_(target)
@@ -130,8 +130,8 @@ def _is_packed(out: Tensor) -> bool:
 
 
 def _as_packed(
-    rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch
-) -> tuple[Rows, Gates, State, RingView, Batch]:
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
+) -> tuple[Rows, Gates, State, RingView, FoldingBatch]:
     """Return the call as kernels take it: rows one after another, cursors and slots contiguous."""
     A_log, dt_bias, *options = gates
     cu_seqlens, slots, *others = batch
@@ -142,7 +142,7 @@ def _as_packed(
         ring._replace(
             ring_start=_contiguous(ring.ring_start), history_len=ring.history_len.contiguous()
         ),
-        Batch(cu_seqlens, _contiguous(slots), *others),
+        FoldingBatch(cu_seqlens, _contiguous(slots), *others),
     )
 
 
@@ -156,7 +156,7 @@ def _backend(name: str) -> Backend:
     def explain(*call: Any) -> str | None:
         return VERIFY_BACKENDS[name].explain(*_as_packed(*call))
 
-    def run(rows: Rows, gates: Gates, state: State, ring: RingView, batch: Batch) -> None:
+    def run(rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch) -> None:
         prepare(rows, gates, state, ring, batch)(rows, gates, state, ring, batch)
 
     def prepare(*call: Any) -> Callable[..., None]:
@@ -171,7 +171,7 @@ def _run_on_cpu(
     gates: Gates,
     state: Written[State],
     ring: Written[RingView],
-    batch: Batch,
+    batch: FoldingBatch,
 ) -> None:
     """Scatter the cursors to slots, and run `verify` there."""
     rows, gates, state, ring, batch = _as_packed(rows, gates, state, ring, batch)
@@ -187,7 +187,7 @@ def _run_on_cpu(
         out.copy_(torch.where(is_mine, rows.out, out))
 
 
-def _keyed_by_slot(ring: RingView, batch: Batch) -> tuple[RingView, Batch, Tensor]:
+def _keyed_by_slot(ring: RingView, batch: FoldingBatch) -> tuple[RingView, FoldingBatch, Tensor]:
     """Return the ring and the batch as `verify` takes them, and which requests have a slot."""
     history_len, ring_start, slots = ring.history_len, ring.ring_start, batch.slots
     num_requests, num_slots = history_len.shape[0], ring.k.shape[0]

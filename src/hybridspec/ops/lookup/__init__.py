@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .look_up import look_up
+from hybridspec.ops.lookup.look_up import look_up
 
 __all__ = ["look_up"]

@@ -7,45 +7,37 @@ import ctypes
 import torch
 from torch import Tensor
 
-from .._library import Written
+from hybridspec.ops._library import Written
+from hybridspec.ops.lookup.call import Found, Log, Search
 
 __all__ = ["look_up"]
 
 _SIZE = 4  # bytes of a token
 
 
-def look_up(
-    token_pages: Tensor,
-    page_table: Tensor,
-    seq_len: Tensor,
-    slots: Tensor,
-    num_tokens: int,
-    max_places: int,
-    max_agreement: int,
-    drafts: Written[Tensor],
-    num: Written[Tensor],
-    agreement: Written[Tensor],
-) -> None:
+def look_up(log: Log, slots: Tensor, search: Search, found: Written[Found]) -> None:
     """Fill drafts, num and agreement; see look_up.py."""
+    token_pages, page_table, seq_len = log
+    drafts, num, agreement = found
     count, page_size = drafts.shape[1], token_pages.shape[1]
-    found: list[tuple[list[int], int]] = []
+    continued: list[tuple[list[int], int]] = []
     for slot in slots.tolist():
         length = int(seq_len[slot]) + 1 if slot >= 0 else 0
-        if length <= num_tokens or not count:
-            found.append(([], 0))
+        if length <= search.num_tokens or not count:
+            continued.append(([], 0))
             continue
         pages = page_table[slot, : -(-length // page_size)]
-        log = token_pages[pages].contiguous().cpu()
-        text = ctypes.string_at(log.data_ptr(), _SIZE * length)
-        best, agreeing = _best_place(text, num_tokens, max_places, max_agreement)
+        held = token_pages[pages].contiguous().cpu()
+        text = ctypes.string_at(held.data_ptr(), _SIZE * length)
+        best, agreeing = _best_place(text, *search)
         tokens = memoryview(text).cast("i")
         period = length - best
         drafted = [tokens[best + j % period] for j in range(count)] if agreeing else []
-        found.append((drafted, agreeing))
+        continued.append((drafted, agreeing))
     nothing = [-1] * count
-    drafts.copy_(torch.tensor([tokens or nothing for tokens, _ in found]).view_as(drafts))
-    num.copy_(torch.tensor([len(tokens) for tokens, _ in found]))
-    agreement.copy_(torch.tensor([agreeing for _, agreeing in found]))
+    drafts.copy_(torch.tensor([tokens or nothing for tokens, _ in continued]).view_as(drafts))
+    num.copy_(torch.tensor([len(tokens) for tokens, _ in continued]))
+    agreement.copy_(torch.tensor([agreeing for _, agreeing in continued]))
 
 
 def _best_place(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .._checks import Dims, check, check_dtype, check_last_stride, check_option
-from .._library import kernel_or_reference, register
-from .._triton_support import explain_tensors
-from . import cpu
+from hybridspec.ops._checks import Dims, check_option, check_tensor
+from hybridspec.ops._library import register_kernel
+from hybridspec.ops._triton_support import explain_tensors
+from hybridspec.ops.lookup import cpu, launch
+from hybridspec.ops.lookup.call import Found, Log, Search
 
 __all__ = ["look_up"]
 
@@ -56,46 +55,27 @@ def look_up(
     size, device = slots.shape[0], slots.device
     drafts = torch.empty((size, count), dtype=torch.int64, device=device)
     num = torch.empty(size, dtype=torch.int32, device=device)
-    agreement = torch.empty_like(num)
-    _look_up(
-        token_pages, page_table, seq_len, slots, num_tokens, max_places, max_agreement, drafts, num,
-        agreement, backend=backend,
-    )  # fmt: skip
-    return drafts, num, agreement
+    found = Found(drafts, num, torch.empty_like(num))
+    log, search = (
+        Log(token_pages, page_table, seq_len),
+        Search(num_tokens, max_places, max_agreement),
+    )
+    _look_up(log, slots, search, found, backend=backend)
+    return found
 
 
-def _check(
-    token_pages: Tensor,
-    page_table: Tensor,
-    seq_len: Tensor,
-    slots: Tensor,
-    num_tokens: int,
-    max_places: int,
-    max_agreement: int,
-    *out: Tensor,
-) -> None:
+def _check(log: Log, slots: Tensor, search: Search, found: Found) -> None:
     dims: Dims = {}
-    check("token_pages", token_pages, "P page_size", dims)
-    check("page_table", page_table, "S pages", dims)
-    check("seq_len", seq_len, "S", dims)
-    check("slots", slots, "B", dims)
-    given = {"token_pages": token_pages, "page_table": page_table, "seq_len": seq_len}
-    for name, tensor in {**given, "slots": slots}.items():
-        check_dtype(name, tensor, torch.int32)
-        check_last_stride(name, tensor)
-    check_option("num_tokens", num_tokens, int, low=1)
-    check_option("max_places", max_places, int, low=1)
-    check_option("max_agreement", max_agreement, int, low=num_tokens)
+    specs = (("token_pages", "P page_size"), ("page_table", "S pages"), ("seq_len", "S"))
+    for (name, spec), tensor in zip((*specs, ("slots", "B")), (*log, slots), strict=True):
+        check_tensor(name, tensor, spec, dims, torch.int32)
+    check_option("num_tokens", search.num_tokens, int, low=1)
+    check_option("max_places", search.max_places, int, low=1)
+    check_option("max_agreement", search.max_agreement, int, low=search.num_tokens)
 
 
-def _explain(token_pages: Tensor, *others: object) -> str | None:
-    return explain_tensors([("token_pages", token_pages)], (torch.int32,))
+def _explain(log: Log, *others: object) -> str | None:
+    return explain_tensors([("token_pages", log.token_pages)], (torch.int32,))
 
 
-def _launch(*arguments: Any) -> None:
-    from .launch import look_up as run
-
-    run(*arguments)
-
-
-_look_up = register("lookup.look_up", kernel_or_reference(_explain, _launch, cpu.look_up), _check)
+_look_up = register_kernel("lookup.look_up", _explain, launch.look_up, cpu.look_up, _check)

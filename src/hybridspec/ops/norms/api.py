@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridspec.ops._checks import FLOATS, WIDE, check_dtype, check_last_stride
-from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops._library import register_kernel
 from hybridspec.ops.norms import launch, reference
 
 __all__ = ["gated_rms_norm", "rms_norm"]
@@ -56,25 +56,10 @@ def gated_rms_norm(
 
     y = x / sqrt(mean(x^2) + eps) * weight * silu(gate)
 
+    Arguments, result, errors and numerics as in `rms_norm`, but for one:
+
     Args:
-        x: [N, D] or [N, heads, D], any strides whose last is 1; in.
         gate: shape of `x`, any strides whose last is 1; in.
-        weight: the whole factor, [D], or [heads, D] where every head has its own; fp32 or fp64;
-            last stride 1; in.
-        eps: added to the mean square.
-        out: where to write, shape and dtype of `x`; last stride 1; out.
-        backend: "auto", "triton" or "reference".
-
-    Returns:
-        The gated norm in the shape and dtype of `x`.
-
-    Raises:
-        TypeError: for a dtype that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call.
-        ValueError: for a wrong shape, stride or backend.
-
-    Numerics:
-        In the dtype of `weight`, rounded once at the end.
 
     Source:
         The output norm of Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), section 3.4.
@@ -113,8 +98,4 @@ def _check(x: Tensor, gate: Tensor | None, weight: Tensor, out: Tensor, eps: flo
     check_dtype("out", out, x.dtype)
 
 
-_op = register(
-    "norms.rms_norm",
-    kernel_or_reference(launch.explain, launch.rms_norm, reference.rms_norm),
-    _check,
-)
+_op = register_kernel("norms.rms_norm", launch.explain, launch.rms_norm, reference.rms_norm, _check)

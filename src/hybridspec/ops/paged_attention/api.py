@@ -12,11 +12,11 @@ from hybridspec.ops._checks import (
     Dims,
     check,
     check_dtype,
-    check_last_stride,
     check_option,
+    check_tensor,
 )
 from hybridspec.ops._library import Backend, register
-from hybridspec.ops._requests import Batch
+from hybridspec.ops._requests import Batch, check_batch
 from hybridspec.ops.paged_attention import cpu, fa3, launch, launch_prefill
 from hybridspec.ops.paged_attention.call import Pages, Rows
 
@@ -115,38 +115,11 @@ def prefill(
     The same equation as `verify`, for any number of rows: a chunk of a prompt attends over the
     chunks before it. Memory beyond the live keys and values is bounded.
 
+    Arguments, result, errors, numerics and source as in `verify`, but for two:
+
     Args:
-        q: queries, packed by request, [N, Hq, D], D a multiple of 16 up to 256; last stride 1; in.
-        k: keys of the same rows, [N, Hkv, D]; last stride 1; in.
-        v: values of the same rows, [N, Hkv, D]; last stride 1; in.
-        k_pages: stored keys, [P, page_size, Hkv, D]; last stride 1; in-out.
-        v_pages: stored values, [P, page_size, Hkv, D]; last stride 1; in-out.
-        page_table: page numbers of each slot, [S, max_pages], int32 or int64; in.
-        seq_len: positions stored so far, [S], int32 or int64; contiguous; any cursor; in.
-        cu_seqlens: row bounds of the requests, [B+1], int32 or int64; contiguous; in.
-        slots: slot of each request, -1 = padding, [B], int32 or int64; contiguous; in.
-        max_seqlen: most rows of one request.
-        scale: factor of the scores; None is D ** -0.5.
-        out: where to write, [N, Hq, D], dtype of q; out.
-        backend: "auto", "fa3", "triton" or "reference". "fa3" multiplies stored values behind a
-            request's last position with zero, so they have to be finite.
-
-    Returns:
-        [N, Hq, D] in the dtype of `q`; zeros in rows that belong to no slot.
-
-    Raises:
-        TypeError: for a dtype or an option of a kind that is not supported.
-        UnsupportedError: for a head size that is not supported, or if the backend asked for cannot
-            serve the call; the message says why.
-        ValueError: for a wrong shape, stride or backend, or (reference) more rows in a request
-            than `max_seqlen`, more positions than the page table holds, or a live entry of the
-            page table that is no page.
-
-    Numerics:
-        As `verify`.
-
-    Source:
-        As `verify`.
+        max_seqlen: most rows of one request, in place of `max_verify_tokens`.
+        backend: as in `verify`; "auto" prefers "fa3".
     """
     if out is None and isinstance(q, Tensor):
         out = q.new_empty(q.shape)
@@ -171,11 +144,9 @@ def _check(rows: Rows, pages: Pages, batch: Batch) -> None:
     floats = {"q": rows.q, "k": rows.k, "v": rows.v, "k_pages": pages.k, "v_pages": pages.v}
     specs = ("N Hq D", "N Hkv D", "N Hkv D", "P page_size Hkv D", "P page_size Hkv D")
     for (name, tensor), spec in zip(floats.items(), specs, strict=True):
-        check(name, tensor, spec, dims)
+        check_tensor(name, tensor, spec, dims, *FLOATS)
     check("page_table", pages.table, "S max_pages", dims)
-    check("seq_len", pages.seq_len, "S", dims)
-    check("slots", batch.slots, "B", dims)
-    check("cu_seqlens", batch.cu_seqlens, str(dims["B"] + 1), dims)
+    check_batch(batch, pages.seq_len, dims)
     if dims["Hkv"] == 0 or dims["Hq"] % dims["Hkv"]:
         raise ValueError(
             f"q: expected a number of heads that is a multiple of the {dims['Hkv']} heads of k, "
@@ -185,14 +156,7 @@ def _check(rows: Rows, pages: Pages, batch: Batch) -> None:
         raise UnsupportedError(
             f"q: expected a head size that is a multiple of 16 up to 256, got {dims['D']}"
         )
-    for name, tensor in floats.items():
-        check_last_stride(name, tensor)
-        check_dtype(name, tensor, *FLOATS)
     check_dtype("page_table", pages.table, *INTEGERS)
-    indices = {"cu_seqlens": batch.cu_seqlens, "slots": batch.slots}
-    for name, tensor in ({"seq_len": pages.seq_len} | indices).items():
-        check_dtype(name, tensor, *INTEGERS)
-        check_last_stride(name, tensor)
     check("out", rows.out, "N Hq D", dims)
     check_dtype("out", rows.out, rows.q.dtype)
     if rows.scale is not None:
@@ -223,7 +187,7 @@ _prefill = register(
     "paged_attention.prefill",
     {
         "fa3": Backend(fa3.explain, fa3.verify),
-        "triton": Backend(launch_prefill.explain, launch_prefill.prefill),
+        "triton": Backend(launch.explain_call, launch_prefill.prefill),
         "reference": Backend(always, cpu.prefill),
     },
     _check_prefill,

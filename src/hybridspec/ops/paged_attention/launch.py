@@ -18,7 +18,14 @@ from hybridspec.ops._triton_support import (
 )
 from hybridspec.ops.paged_attention.call import Pages, Rows
 
-__all__ = ["LaunchConfig", "choose_launch", "explain_verify", "verify", "verify_bytes"]
+__all__ = [
+    "LaunchConfig",
+    "choose_launch",
+    "explain_call",
+    "explain_verify",
+    "verify",
+    "verify_bytes",
+]
 
 _MAX_TOKENS = 16
 _MAX_REQUESTS = 4096
@@ -155,25 +162,35 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def explain_verify(rows: Rows, pages: Pages, batch: Batch) -> str | None:
-    """Say why the Triton kernels cannot serve a verify call, or return None."""
+def explain_call(
+    rows: Rows, pages: Pages, batch: Batch, like_q: tuple[str, ...] = ("k_pages", "v_pages")
+) -> str | None:
+    """Say why no Triton kernel can serve a call, or return None; `like_q` have q's dtype."""
     q, k, v, out, _ = rows
-    floats = [("q", q), ("k", k), ("v", v), ("k_pages", pages.k), ("v_pages", pages.v)]
+    floats = {"q": q, "k": k, "v": v, "k_pages": pages.k, "v_pages": pages.v, "out": out}
     integers = [
         ("page_table", pages.table), ("seq_len", pages.seq_len), ("cu_seqlens", batch.cu_seqlens),
         ("slots", batch.slots),
     ]  # fmt: skip
-    reason = explain_tensors([*floats, ("out", out)]) or explain_tensors(integers, INTEGERS)
+    reason = explain_tensors(list(floats.items())) or explain_tensors(integers, INTEGERS)
     if reason is not None:
         return reason
-    for name, tensor in floats[1:]:
-        if tensor.dtype != q.dtype:
-            kinds = dtype_name(tensor.dtype), dtype_name(q.dtype)
+    for name in like_q:
+        if floats[name].dtype != q.dtype:
+            kinds = dtype_name(floats[name].dtype), dtype_name(q.dtype)
             return f"{name} has dtype {kinds[0]}, q has {kinds[1]}; the kernel takes one dtype"
     if pages.k.stride() != pages.v.stride():
         return f"v_pages has strides {pages.v.stride()}, k_pages has {pages.k.stride()}"
     if out.stride(2) != 1:
         return f"out has strides {out.stride()}, the kernel needs a last stride of 1"
+    return None
+
+
+def explain_verify(rows: Rows, pages: Pages, batch: Batch) -> str | None:
+    """Say why the Triton kernels cannot serve a verify call, or return None."""
+    reason = explain_call(rows, pages, batch, ("k", "v", "k_pages", "v_pages"))
+    if reason is not None:
+        return reason
     if batch.max_rows > _MAX_TOKENS:
         return f"max_verify_tokens is {batch.max_rows}, the kernel takes up to {_MAX_TOKENS}"
     if batch.slots.shape[0] > _MAX_REQUESTS:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridspec.ops._checks import dtype_name, row_alignment
+from hybridspec.ops._checks import row_alignment
 from hybridspec.ops._requests import Batch
-from hybridspec.ops._triton_support import INTEGERS, capability, explain_tensors
+from hybridspec.ops._triton_support import capability
 from hybridspec.ops.paged_attention.append import append_rows
 from hybridspec.ops.paged_attention.call import Pages, Rows
 
-__all__ = ["PrefillLaunch", "choose_launch", "explain", "kernel_sizes", "prefill"]
+__all__ = ["PrefillLaunch", "choose_launch", "kernel_sizes", "prefill"]
 
 _LOG2_E = math.log2(math.e)
 _SMALLEST_SCALE = 1e-30  # masked scores are -inf, which times zero is no number
@@ -72,28 +72,6 @@ def kernel_sizes(
         "COLUMNS": min(head_dim & -head_dim, _COLUMNS),
         "STAGES": config.num_stages,
     }
-
-
-def explain(rows: Rows, pages: Pages, batch: Batch) -> str | None:
-    """Say why the Triton kernel cannot serve a prefill call, or return None."""
-    q, k, v, out, _ = rows
-    floats = [("q", q), ("k", k), ("v", v), ("k_pages", pages.k), ("v_pages", pages.v)]
-    integers = [
-        ("page_table", pages.table), ("seq_len", pages.seq_len), ("cu_seqlens", batch.cu_seqlens),
-        ("slots", batch.slots),
-    ]  # fmt: skip
-    reason = explain_tensors([*floats, ("out", out)]) or explain_tensors(integers, INTEGERS)
-    if reason is not None:
-        return reason
-    for name, tensor in floats[3:]:
-        if tensor.dtype != q.dtype:
-            kinds = dtype_name(tensor.dtype), dtype_name(q.dtype)
-            return f"{name} has dtype {kinds[0]}, q has {kinds[1]}; the kernel takes one dtype"
-    if pages.k.stride() != pages.v.stride():
-        return f"v_pages has strides {pages.v.stride()}, k_pages has {pages.k.stride()}"
-    if out.stride(2) != 1:
-        return f"out has strides {out.stride()}, the kernel needs a last stride of 1"
-    return None
 
 
 def prefill(rows: Rows, pages: Pages, batch: Batch, *, config: PrefillLaunch | None = None) -> None:

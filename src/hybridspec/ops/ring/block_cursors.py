@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._checks import INTEGERS, Dims, check, check_devices, check_dtype, check_option
-from hybridspec.ops._library import Written, kernel_or_reference, register
+from hybridspec.ops._library import Written, register_kernel
 from hybridspec.ops._triton_support import explain_tensors
 from hybridspec.ops.ring.contracts import check_capacity, check_cursors
 
@@ -230,13 +230,9 @@ def _reset_on_gpu(
         )  # fmt: skip
 
 
-_commit_blocks = register(
-    "ring.commit_blocks",
-    kernel_or_reference(_explain, _commit_on_gpu, _commit_on_cpu),
-    _check_commit,
+_commit_blocks = register_kernel(
+    "ring.commit_blocks", _explain, _commit_on_gpu, _commit_on_cpu, _check_commit
 )
-_reset_blocks = register(
-    "ring.reset_blocks",
-    kernel_or_reference(_explain, _reset_on_gpu, _reset_on_cpu),
-    _check_reset,
+_reset_blocks = register_kernel(
+    "ring.reset_blocks", _explain, _reset_on_gpu, _reset_on_cpu, _check_reset
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops._library import register_kernel
 from hybridspec.ops.ring import cpu, launch
 from hybridspec.ops.ring.contracts import check_marks
 
@@ -76,10 +76,8 @@ def _check_copy_slots(src_slots: Tensor, dst_slots: Tensor, pools: list[Tensor])
     check_marks({}, src_slots=src_slots, dst_slots=dst_slots)
 
 
-_copy_slots = register(
-    "ring.copy_slots",
-    kernel_or_reference(launch.explain_slots, launch.copy_slots, cpu.copy_slots),
-    _check_copy_slots,
+_copy_slots = register_kernel(
+    "ring.copy_slots", launch.explain_slots, launch.copy_slots, cpu.copy_slots, _check_copy_slots
 )
 
 
@@ -87,8 +85,10 @@ def _check_reset_slots(slots: Tensor, pools: list[Tensor]) -> None:
     check_marks({}, slots=slots)
 
 
-_reset_slots = register(
+_reset_slots = register_kernel(
     "ring.reset_slots",
-    kernel_or_reference(launch.explain_slots, launch.reset_slots, cpu.reset_slots),
+    launch.explain_slots,
+    launch.reset_slots,
+    cpu.reset_slots,
     _check_reset_slots,
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._checks import check_option
-from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops._library import register_kernel
 from hybridspec.ops.ring import cpu, launch
 from hybridspec.ops.ring.contracts import (
     check_capacity,
@@ -168,11 +168,7 @@ def advance(seq_len: Tensor, slots: Tensor, num_rows: Tensor) -> None:
 
 
 def _check_decide_folds(
-    windows: Windows,
-    slots: Tensor,
-    num_verify_tokens: Tensor,
-    is_fold: Tensor,
-    max_window: int,
+    windows: Windows, slots: Tensor, num_verify_tokens: Tensor, is_fold: Tensor, max_window: int
 ) -> None:
     check_cursors({}, history_len=windows.history_len)
     if windows.ring_start is not None:
@@ -181,9 +177,11 @@ def _check_decide_folds(
     check_option("max_window", max_window, int, low=1)
 
 
-_decide_folds = register(
+_decide_folds = register_kernel(
     "ring.decide_folds",
-    kernel_or_reference(launch.explain_cursors, launch.decide_folds, cpu.decide_folds),
+    launch.explain_cursors,
+    launch.decide_folds,
+    cpu.decide_folds,
     _check_decide_folds,
 )
 
@@ -196,10 +194,8 @@ def _check_commit(
     check_capacity(ring_capacity)
 
 
-_commit = register(
-    "ring.commit",
-    kernel_or_reference(launch.explain_cursors, launch.commit, cpu.commit),
-    _check_commit,
+_commit = register_kernel(
+    "ring.commit", launch.explain_cursors, launch.commit, cpu.commit, _check_commit
 )
 
 
@@ -211,8 +207,10 @@ def _check_restart_windows(
     check_capacity(ring_capacity)
 
 
-_restart_windows = register(
+_restart_windows = register_kernel(
     "ring.restart_windows",
-    kernel_or_reference(launch.explain_cursors, launch.restart_windows, cpu.restart_windows),
+    launch.explain_cursors,
+    launch.restart_windows,
+    cpu.restart_windows,
     _check_restart_windows,
 )

@@ -43,21 +43,15 @@ def explain_slots(*arguments: Any) -> str | None:
 
 
 def decide_folds(
-    windows: Windows,
-    slots: Tensor,
-    num_verify_tokens: Tensor,
-    is_fold: Tensor,
-    max_window: int,
+    windows: Windows, slots: Tensor, num_verify_tokens: Tensor, is_fold: Tensor, max_window: int
 ) -> None:
     """Launch `triton_cursors.decide_folds_kernel`."""
     from hybridspec.ops.ring.triton_cursors import decide_folds_kernel
 
-    num_requests = slots.shape[0]
-    with torch.cuda.device_of(slots):
-        decide_folds_kernel[(-(-num_requests // _BLOCK),)](
-            windows.history_len, windows.ring_start, slots, num_verify_tokens, is_fold,
-            num_requests, max_window, BLOCK=_BLOCK, num_warps=4,
-        )  # fmt: skip
+    _launch_requests(
+        decide_folds_kernel, slots, windows.history_len, windows.ring_start, slots,
+        num_verify_tokens, is_fold, slots.shape[0], max_window,
+    )  # fmt: skip
 
 
 def commit(
@@ -66,12 +60,10 @@ def commit(
     """Launch `triton_cursors.commit_kernel`: one launch for all layers of a step."""
     from hybridspec.ops.ring.triton_cursors import commit_kernel
 
-    num_requests = num_committed.shape[0]
-    with torch.cuda.device_of(seq_len):
-        commit_kernel[(-(-num_requests // _BLOCK),)](
-            seq_len, *windows, *marks, num_committed, num_requests,
-            RING=ring_capacity, BLOCK=_BLOCK, num_warps=4,
-        )  # fmt: skip
+    _launch_requests(
+        commit_kernel, num_committed, seq_len, *windows, *marks, num_committed,
+        num_committed.shape[0], RING=ring_capacity,
+    )  # fmt: skip
 
 
 def restart_windows(
@@ -80,12 +72,19 @@ def restart_windows(
     """Launch `triton_cursors.restart_windows_kernel`."""
     from hybridspec.ops.ring.triton_cursors import restart_windows_kernel
 
-    num_requests = windows.history_len.shape[0]
-    with torch.cuda.device_of(windows.history_len):
-        restart_windows_kernel[(-(-num_requests // _BLOCK),)](
-            *windows, slots, fold_threshold, num_requests,
-            RING=ring_capacity, BLOCK=_BLOCK, num_warps=4,
-        )  # fmt: skip
+    history_len = windows.history_len
+    _launch_requests(
+        restart_windows_kernel, history_len, *windows, slots, fold_threshold, history_len.shape[0],
+        RING=ring_capacity,
+    )  # fmt: skip
+
+
+def _launch_requests(kernel: Any, requests: Tensor, *arguments: Any, **constants: int) -> None:
+    """Launch programs for blocks of the requests that a tensor [B] has."""
+    with torch.cuda.device_of(requests):
+        kernel[(-(-requests.shape[0] // _BLOCK),)](
+            *arguments, BLOCK=_BLOCK, num_warps=4, **constants
+        )
 
 
 def copy_slots(src_slots: Tensor, dst_slots: Tensor, pools: list[Tensor]) -> None:

@@ -22,18 +22,10 @@ def write_slots_kernel(
     # output pool [S, size_0, size_1, size_2]
     pool_ptr,
     # inputs: values [P, size_0, size_1, size_2], contiguous; slots [P]
-    values_ptr,
-    src_slots_ptr,
-    dst_slots_ptr,
-    num_elements,
-    size_1,
-    size_2,
-    stride_s,
-    stride_0,
-    stride_1,
-    stride_2,
+    values_ptr, src_slots_ptr, dst_slots_ptr,
+    num_elements, size_1, size_2, stride_s, stride_0, stride_1, stride_2,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     src = tl.load(src_slots_ptr + pair).to(tl.int64)
@@ -52,15 +44,9 @@ def reset_slots_kernel(
     pool_ptr,
     # input [B]
     slots_ptr,
-    num_elements,
-    size_1,
-    size_2,
-    stride_s,
-    stride_0,
-    stride_1,
-    stride_2,
+    num_elements, size_1, size_2, stride_s, stride_0, stride_1, stride_2,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     index = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots_ptr + tl.program_id(0)).to(tl.int64)
     mask = index < tl.where(slot >= 0, num_elements, 0)

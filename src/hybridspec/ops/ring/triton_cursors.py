@@ -13,16 +13,12 @@ __all__ = ["commit_kernel", "decide_folds_kernel", "restart_windows_kernel"]
 @triton.jit(do_not_specialize=["num_requests"])
 def decide_folds_kernel(
     # inputs: history_len, ring_start [S], the latter or None; slots, num_verify_tokens [B]
-    history_len_ptr,
-    ring_start_ptr,
-    slots_ptr,
-    num_verify_tokens_ptr,
+    history_len_ptr, ring_start_ptr, slots_ptr, num_verify_tokens_ptr,
     # output [B]
     is_fold_ptr,
-    num_requests,
-    max_window,
+    num_requests, max_window,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = request < num_requests
 
@@ -42,18 +38,12 @@ def decide_folds_kernel(
 @triton.jit(do_not_specialize=["num_requests"])
 def commit_kernel(
     # in-out: cursors [S]
-    seq_len_ptr,
-    ring_start_ptr,
-    history_len_ptr,
+    seq_len_ptr, ring_start_ptr, history_len_ptr,
     # inputs [B]; is_fold and num_verify_tokens are zeroed
-    slots_ptr,
-    is_fold_ptr,
-    num_verify_tokens_ptr,
-    num_committed_ptr,
+    slots_ptr, is_fold_ptr, num_verify_tokens_ptr, num_committed_ptr,
     num_requests,
-    RING: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    RING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = request < num_requests
 
@@ -84,15 +74,12 @@ def commit_kernel(
 @triton.jit(do_not_specialize=["num_requests"])
 def restart_windows_kernel(
     # in-out: cursors [B]
-    ring_start_ptr,
-    history_len_ptr,
+    ring_start_ptr, history_len_ptr,
     # input [B], or None: all have a slot
     slots_ptr,
-    fold_threshold,
-    num_requests,
-    RING: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    fold_threshold, num_requests,
+    RING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = request < num_requests
 

@@ -5,15 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridspec.errors import UnsupportedError
-from hybridspec.ops._checks import (
-    FLOATS,
-    WIDE,
-    Dims,
-    check,
-    check_dtype,
-    check_last_stride,
-)
-from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops._checks import FLOATS, WIDE, Dims, check_tensor
+from hybridspec.ops._library import register_kernel
 from hybridspec.ops.rotary import cpu, launch
 
 __all__ = ["explain", "norm_and_rotate"]
@@ -56,7 +49,7 @@ def norm_and_rotate(
         ValueError: for a wrong shape, stride or backend.
 
     Numerics:
-        In the dtype of `weight`, rounded once at the end.
+        As `norms.rms_norm`: in the dtype of `weight`, rounded once at the end.
 
     Source:
         RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), equation 4; rotary embedding (Su et al.
@@ -71,23 +64,15 @@ def norm_and_rotate(
 
 def _check(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, eps: float) -> None:
     dims: Dims = {}
-    check("x", x, "N heads D", dims)
-    check("weight", weight, "heads D", dims)
-    check("cos", cos, "N 1 R", dims)
-    check("sin", sin, "N 1 R", dims)
+    check_tensor("x", x, "N heads D", dims, *FLOATS)
+    check_tensor("weight", weight, "heads D", dims, *WIDE)
+    check_tensor("cos", cos, "N 1 R", dims, weight.dtype)
+    check_tensor("sin", sin, "N 1 R", dims, weight.dtype)
     if dims["R"] % 2 or dims["R"] > dims["D"]:
         raise UnsupportedError(
             f"cos: expected an even number of dimensions up to {dims['D']}, got {dims['R']}"
         )
-    for name, tensor in (("x", x), ("weight", weight), ("cos", cos), ("sin", sin)):
-        check_last_stride(name, tensor)
-    check_dtype("x", x, *FLOATS)
-    check_dtype("weight", weight, *WIDE)
-    check_dtype("cos", cos, weight.dtype)
-    check_dtype("sin", sin, weight.dtype)
-    check("out", out, "N heads D", dims)
-    check_dtype("out", out, x.dtype)
-    check_last_stride("out", out)
+    check_tensor("out", out, "N heads D", dims, x.dtype)
 
 
 def explain(
@@ -97,8 +82,6 @@ def explain(
     return _op.explain(x, weight, cos, sin, out, eps)
 
 
-_op = register(
-    "rotary.norm_and_rotate",
-    kernel_or_reference(launch.explain, launch.norm_and_rotate, cpu.norm_and_rotate),
-    _check,
+_op = register_kernel(
+    "rotary.norm_and_rotate", launch.explain, launch.norm_and_rotate, cpu.norm_and_rotate, _check
 )

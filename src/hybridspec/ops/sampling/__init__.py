@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .choose import NO_TOKEN, choose, explain_choose
-from .gumbel import gumbel_noise, philox
-from .table import COUNT_MASK, IN_PROMPT, SamplingTable, SamplingUses
+from hybridspec.ops.sampling.choose import NO_TOKEN, choose, explain_choose
+from hybridspec.ops.sampling.gumbel import gumbel_noise, philox
+from hybridspec.ops.sampling.table import COUNT_MASK, IN_PROMPT, SamplingTable, SamplingUses
 
 __all__ = [
     "COUNT_MASK",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .._checks import Dims, check, check_dtype, check_last_stride
-from .._library import kernel_or_reference, register
-from .._triton_support import explain_tensors
-from . import cpu
-from .table import SamplingTable, SamplingUses
+from hybridspec.ops._checks import Dims, check_tensor
+from hybridspec.ops._library import register_kernel
+from hybridspec.ops._triton_support import explain_tensors
+from hybridspec.ops.sampling import cpu, launch
+from hybridspec.ops.sampling.call import Rows, Text
+from hybridspec.ops.sampling.table import SamplingTable, SamplingUses
 
 __all__ = ["NO_TOKEN", "choose", "explain_choose"]
 
@@ -22,12 +21,6 @@ _EVERYTHING = SamplingUses.everything()
 
 def _explain(logits: Tensor, *others: object) -> str | None:
     return explain_tensors([("logits", logits)], (torch.float32,))
-
-
-def _launch(*arguments: Any) -> None:
-    from hybridspec.ops.sampling import launch
-
-    launch.choose(*arguments)
 
 
 def choose(
@@ -90,10 +83,8 @@ def choose(
     """
     if out is None:
         out = torch.empty(slots.shape[0], dtype=torch.int64, device=slots.device)
-    _choose(
-        logits, slots, offsets, table, seq_len, drafts, token_pages, page_table, mask,
-        uses or _EVERYTHING, out, backend=backend,
-    )  # fmt: skip
+    rows, text = Rows(slots, offsets, mask), Text(seq_len, drafts, token_pages, page_table)
+    _choose(logits, rows, table, text, uses or _EVERYTHING, out, backend=backend)
     return out
 
 
@@ -101,10 +92,9 @@ def explain_choose(device: torch.device) -> dict[str, str | None]:
     """Say of each backend, in order of preference, why it cannot serve a device, or None."""
     slots = torch.zeros(1, dtype=torch.int32, device=device)
     pages, drafts = slots.view(1, 1), slots.view(1, 1).long()
-    return _choose.explain(
-        slots.view(1, 1).float(), slots, slots, SamplingTable.create(1, 1, device=device), slots,
-        drafts, pages, pages, None, _EVERYTHING, drafts[0],
-    )  # fmt: skip
+    table, text = SamplingTable.create(1, 1, device=device), Text(slots, drafts, pages, pages)
+    rows = Rows(slots, slots, None)
+    return _choose.explain(pages.float(), rows, table, text, _EVERYTHING, drafts[0])
 
 
 _ARGUMENTS = (
@@ -124,28 +114,16 @@ _ARGUMENTS = (
 
 
 def _check(
-    logits: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    table: SamplingTable,
-    seq_len: Tensor,
-    drafts: Tensor,
-    token_pages: Tensor,
-    page_table: Tensor,
-    mask: Tensor | None,
-    uses: SamplingUses,
-    out: Tensor,
+    logits: Tensor, rows: Rows, table: SamplingTable, text: Text, uses: SamplingUses, out: Tensor
 ) -> None:
     dims: Dims = {}
     tensors = (
-        logits, slots, offsets, table.temperature, table.allowed_bits, table.counts, seq_len,
-        drafts, token_pages, page_table, mask, out,
+        logits, rows.slots, rows.offsets, table.temperature, table.allowed_bits, table.counts,
+        *text, rows.mask, out,
     )  # fmt: skip
     for (name, spec, dtype), tensor in zip(_ARGUMENTS, tensors, strict=True):
         if tensor is not None:
-            check(name, tensor, spec, dims)
-            check_dtype(name, tensor, dtype)
-            check_last_stride(name, tensor)
+            check_tensor(name, tensor, spec, dims, dtype)
     if dims["words"] != -(-dims["V"] // 32):
         raise ValueError(
             f"table.allowed_bits: expected [S, {-(-dims['V'] // 32)}] for {dims['V']} tokens, got "
@@ -153,4 +131,4 @@ def _check(
         )
 
 
-_choose = register("sampling.choose", kernel_or_reference(_explain, _launch, cpu.choose), _check)
+_choose = register_kernel("sampling.choose", _explain, launch.choose, cpu.choose, _check)

@@ -9,30 +9,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._library import Written
-from .gumbel import gumbel_noise
-from .mass import TiledMass
-from .table import COUNT_MASK, SamplingTable, SamplingUses
+from hybridspec.ops._library import Written
+from hybridspec.ops.sampling.call import Rows, Text
+from hybridspec.ops.sampling.gumbel import gumbel_noise
+from hybridspec.ops.sampling.mass import TiledMass
+from hybridspec.ops.sampling.table import COUNT_MASK, SamplingTable, SamplingUses
 
 __all__ = ["choose"]
 
 
 def choose(
     logits: Written[Tensor],
-    slots: Tensor,
-    offsets: Tensor,
+    rows: Rows,
     table: SamplingTable,
-    seq_len: Tensor,
-    drafts: Tensor,
-    token_pages: Tensor,
-    page_table: Tensor,
-    mask: Tensor | None,
+    text: Text,
     uses: SamplingUses,
     out: Written[Tensor],
 ) -> None:
     """Write the token of each row; see choose.py."""
     if not logits.shape[0]:
         return
+    (slots, offsets, mask), (seq_len, drafts, *_) = rows, text
     has_edits = uses.has_edits or mask is not None
     if not (has_edits or uses.has_noise):
         # The common case: one argmax, and as few other calls as there can be.
@@ -53,7 +50,7 @@ def choose(
         if uses.has_masks or mask is not None:
             _forbid(x, slot, position, table, mask)
         if uses.has_words:
-            _forbid_words(x, slot, position, table, seq_len, drafts, token_pages, page_table)
+            _forbid_words(x, slot, position, table, *text)
     torch.argmax(x, -1, out=out)
     is_live = is_live & _can_be_chosen(x, out)
     if uses.has_noise:

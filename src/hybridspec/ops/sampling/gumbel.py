@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import Dims, check, check_dtype
+from hybridspec.ops._checks import Dims, check, check_dtype
 
 __all__ = ["gumbel_noise", "philox"]
 

@@ -1,16 +1,19 @@
-"""Launches of the kernels that choose tokens: how many programs share a row."""
+"""Launches of the kernels that choose tokens: how many programs share a row.
+
+The kernels are imported when they are launched, so this needs no Triton.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
-from . import triton_choose, triton_edit
-from .mass import TILE
-from .table import SamplingTable, SamplingUses
+from hybridspec.ops._triton_support import round_up_to_power_of_two
+from hybridspec.ops.sampling.call import Rows, Text
+from hybridspec.ops.sampling.mass import TILE
+from hybridspec.ops.sampling.table import SamplingTable, SamplingUses
 
 __all__ = ["LaunchConfig", "choose", "launch_config"]
 
@@ -77,39 +80,33 @@ def launch_config(num_rows: int, vocab_size: int) -> LaunchConfig:
 
 def choose(
     logits: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
+    rows: Rows,
     table: SamplingTable,
-    seq_len: Tensor,
-    drafts: Tensor,
-    token_pages: Tensor,
-    page_table: Tensor,
-    mask: Tensor | None,
+    text: Text,
     uses: SamplingUses,
     out: Tensor,
     config: LaunchConfig | None = None,
 ) -> None:
     """Write the token of each row; see choose.py."""
+    from hybridspec.ops.sampling import triton_choose
+
     if not logits.shape[0]:
         return
     num_rows, vocab = logits.shape
     config = config or launch_config(num_rows, vocab)
-    block = TILE if vocab > TILE else max(16, triton.next_power_of_2(vocab))
-    num_tiles = triton.cdiv(vocab, block)
+    block = TILE if vocab > TILE else max(16, round_up_to_power_of_two(vocab))
+    num_tiles = -(-vocab // block)
     splits = min(config.num_splits, num_tiles)
     has_filters = uses.has_noise and uses.has_filters
-    grid = (num_rows, triton.cdiv(num_tiles, config.tiles_per_program))
-    if uses.has_edits or mask is not None:
-        _edit(
-            logits, slots, offsets, table, seq_len, drafts, token_pages, page_table, mask, uses,
-            grid, config, block,
-        )  # fmt: skip
+    grid = (num_rows, -(-num_tiles // config.tiles_per_program))
+    if uses.has_edits or rows.mask is not None:
+        _edit(logits, rows, table, text, uses, grid, config, block)
     scratch = _Scratch.of(num_rows, num_tiles, splits, logits.device)
-    columns = (logits, slots, offsets, seq_len, table.temperature, table.seed)
+    columns = (logits, rows.slots, rows.offsets, text.seq_len, table.temperature, table.seed)
     sizes = {"vocab": vocab, "num_tiles": num_tiles, "row_stride": logits.stride(0)}
     switches = {"HAS_NOISE": uses.has_noise, "HAS_FILTERS": has_filters}
     options = {"BLOCK": block, "num_warps": config.num_warps, **_EXACT}
-    tiles = triton.next_power_of_2(num_tiles)
+    tiles = round_up_to_power_of_two(num_tiles)
     with torch.cuda.device_of(logits):
         triton_choose.scan_kernel[grid](
             *columns, table.top_p, scratch.peaks, scratch.masses, scratch.ratios, scratch.tokens,
@@ -124,29 +121,27 @@ def choose(
             triton_choose.weigh_kernel[(num_rows, splits)](
                 *columns, table.min_p, scratch.peaks, scratch.ratios, scratch.pair, scratch.pivots,
                 scratch.limits, scratch.parts, scratch.arrived, out,
-                tiles_per_program=triton.cdiv(num_tiles, splits), **sizes, TILES=tiles,
-                SPLITS=triton.next_power_of_2(splits), **options,
+                tiles_per_program=-(-num_tiles // splits), **sizes, TILES=tiles,
+                SPLITS=round_up_to_power_of_two(splits), **options,
             )  # fmt: skip
 
 
 def _edit(
     logits: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
+    rows: Rows,
     table: SamplingTable,
-    seq_len: Tensor,
-    drafts: Tensor,
-    token_pages: Tensor,
-    page_table: Tensor,
-    mask: Tensor | None,
+    text: Text,
     uses: SamplingUses,
     grid: tuple[int, int],
     config: LaunchConfig,
     block: int,
 ) -> None:
     """Apply the options that change logits, in place."""
+    from hybridspec.ops.sampling.triton_edit import edit_kernel
+
+    (slots, offsets, mask), (seq_len, drafts, token_pages, page_table) = rows, text
     with torch.cuda.device_of(logits):
-        triton_edit.edit_kernel[grid](
+        edit_kernel[grid](
             logits, slots, offsets, seq_len, drafts, token_pages, page_table,
             slots if mask is None else mask, table.repetition, table.frequency, table.presence,
             table.ends_from, table.end_bits, table.allowed_bits, table.count_row, table.counts,

@@ -7,8 +7,8 @@ from math import exp, inf
 
 from torch import Tensor
 
-from .gumbel import gumbel_noise
-from .table import COUNT_MASK, SamplingTable
+from hybridspec.ops.sampling.gumbel import gumbel_noise
+from hybridspec.ops.sampling.table import COUNT_MASK, SamplingTable
 
 __all__ = ["score_row"]
 

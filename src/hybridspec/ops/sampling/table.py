@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridspec.ops._columns import Columns
+
 __all__ = [
     "COUNT_MASK",
     "IN_PROMPT",
@@ -68,7 +70,7 @@ class SamplingUses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingTable:
+class SamplingTable(Columns):
     """Sampling data of S slots and V tokens; bit i of word w of a mask is token 32 w + i.
 
     Attributes:
@@ -171,12 +173,3 @@ class SamplingTable:
         if vocab_size % 32:
             table.allowed_bits[:, -1] = 2 ** (vocab_size % 32) - 1
         return table
-
-    def tensors(self) -> list[Tensor]:
-        """List the tensors in the order of the fields, as the registered op takes them."""
-        return [getattr(self, name) for name in self.__slots__]
-
-    @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> SamplingTable:
-        """Name the tensors that `tensors` listed."""
-        return cls(**dict(zip(cls.__slots__, tensors, strict=True)))

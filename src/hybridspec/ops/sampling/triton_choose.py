@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_tiles import (
+from hybridspec.ops.sampling.triton_tiles import (
     NOTHING,
     exp2,
     load_tile,

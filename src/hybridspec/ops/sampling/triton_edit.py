@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import table
+from hybridspec.ops.sampling import table
 
 __all__ = ["edit_kernel"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import mass
+from hybridspec.ops.sampling import mass
 
 __all__ = [
     "exp2",

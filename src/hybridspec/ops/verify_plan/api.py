@@ -5,15 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._checks import (
-    FLOATS,
-    Dims,
-    check,
-    check_dtype,
-    check_last_stride,
-    check_option,
-)
-from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops._checks import FLOATS, Dims, check, check_dtype, check_option, check_tensor
+from hybridspec.ops._library import register_kernel
 from hybridspec.ops.verify_plan import cpu, launch
 from hybridspec.ops.verify_plan.call import Cursors, Drafts
 from hybridspec.ops.verify_plan.step import Step, Workspace
@@ -217,16 +210,10 @@ def _check_calibration(calibration: Tensor | None, dims: Dims) -> None:
 
 def _check_drafts(drafts: Drafts, slots: Tensor, num_rows: int, dims: Dims) -> None:
     confidences, num_drafts, calibration = drafts
-    check("confidences", confidences, "B k", dims)
-    check("slots", slots, "B", dims)
-    check_dtype("confidences", confidences, *FLOATS)
-    check_last_stride("confidences", confidences)
-    check_dtype("slots", slots, torch.int32)
-    check_last_stride("slots", slots)
+    check_tensor("confidences", confidences, "B k", dims, *FLOATS)
+    check_tensor("slots", slots, "B", dims, torch.int32)
     if num_drafts is not None:
-        check("num_drafts", num_drafts, "B", dims)
-        check_dtype("num_drafts", num_drafts, torch.int32)
-        check_last_stride("num_drafts", num_drafts)
+        check_tensor("num_drafts", num_drafts, "B", dims, torch.int32)
     _check_calibration(calibration, dims)
     check_option("num_rows", num_rows, int)
     if num_rows < dims["B"]:
@@ -246,13 +233,11 @@ def _check_select_rows(
     _check_workspace("workspace", workspace, Workspace.of(dims["B"], dims["k"]).size)
 
 
-_select_rows = register(
+_select_rows = register_kernel(
     "verify_plan.select_rows",
-    kernel_or_reference(
-        lambda drafts, slots, *others: launch.explain(slots, drafts.confidences.shape[1]),
-        launch.select_rows,
-        cpu.select_rows,
-    ),
+    launch.explain_drafts,
+    launch.select_rows,
+    cpu.select_rows,
     _check_select_rows,
 )
 
@@ -261,13 +246,11 @@ def _check_build_params(token_ids: Tensor, slots: Tensor, cursors: Cursors, plan
     _check_build(token_ids, slots, cursors, plan, {})
 
 
-_build_params = register(
+_build_params = register_kernel(
     "verify_plan.build_params",
-    kernel_or_reference(
-        lambda token_ids, slots, *others: launch.explain(slots, token_ids.shape[1] - 1),
-        launch.build_params,
-        cpu.build_params,
-    ),
+    launch.explain_tokens,
+    launch.build_params,
+    cpu.build_params,
     _check_build_params,
 )
 
@@ -285,13 +268,11 @@ def _check_plan_step(
     _check_workspace("plan.workspace", plan.workspace, Workspace.of(dims["B"], dims["k"]).size)
 
 
-_plan_step = register(
+_plan_step = register_kernel(
     "verify_plan.plan_step",
-    kernel_or_reference(
-        lambda drafts, tokens, slots, *others: launch.explain(slots, tokens.shape[1] - 1),
-        launch.plan_step,
-        cpu.plan_step,
-    ),
+    launch.explain_drafts,
+    launch.plan_step,
+    cpu.plan_step,
     _check_plan_step,
 )
 
@@ -302,18 +283,13 @@ def _check_build(
     if not isinstance(plan, Step):
         raise TypeError(f"plan: expected a Step, got {type(plan).__name__}")
     check_option("max_window", cursors.max_window, int, low=1)
-    check("token_ids", token_ids, "B T", dims)
-    check("slots", slots, "B", dims)
+    check_tensor("token_ids", token_ids, "B T", dims, torch.int64)
+    check_tensor("slots", slots, "B", dims, torch.int32)
     per_slot = {"seq_len": cursors.seq_len, "history_len": cursors.history_len}
     if cursors.ring_start is not None:
         per_slot["ring_start"] = cursors.ring_start
     for name, tensor in per_slot.items():
-        check(name, tensor, "S", dims)
-    check_dtype("token_ids", token_ids, torch.int64)
-    check_last_stride("token_ids", token_ids)
-    for name, tensor in ({"slots": slots} | per_slot).items():
-        check_dtype(name, tensor, torch.int32)
-        check_last_stride(name, tensor)
+        check_tensor(name, tensor, "S", dims, torch.int32)
     if dims["T"] < 1:
         raise ValueError("token_ids: expected [B, k+1] with a last committed token, got [B, 0]")
     if plan.slots.shape[0] < dims["B"]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._checks import Dims, check, check_dtype, check_last_stride
-from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops._library import register_kernel
 from hybridspec.ops.verify_plan import cpu, launch
 from hybridspec.ops.verify_plan.sampling_columns import SamplingColumns
 
@@ -82,9 +82,11 @@ def _check_compact_hidden(hidden: Tensor, sources: Tensor, out: Tensor) -> None:
     check_last_stride("out", out)
 
 
-_compact_hidden = register(
+_compact_hidden = register_kernel(
     "verify_plan.compact_hidden",
-    kernel_or_reference(launch.explain, launch.compact_hidden, cpu.compact_hidden),
+    launch.explain,
+    launch.compact_hidden,
+    cpu.compact_hidden,
     _check_compact_hidden,
 )
 
@@ -101,13 +103,11 @@ def _check_compact_sampling(
     _check_columns("out", out, "N", dims)
 
 
-_compact_sampling = register(
+_compact_sampling = register_kernel(
     "verify_plan.compact_sampling",
-    kernel_or_reference(
-        lambda requests, sources, *others: launch.explain(sources),
-        launch.compact_sampling,
-        cpu.compact_sampling,
-    ),
+    launch.explain_columns,
+    launch.compact_sampling,
+    cpu.compact_sampling,
     _check_compact_sampling,
 )
 

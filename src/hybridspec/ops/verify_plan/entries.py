@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._checks import (
-    INTEGERS,
-    Dims,
-    check,
-    check_dtype,
-)
-from hybridspec.ops._library import kernel_or_reference, register
+from hybridspec.ops._checks import INTEGERS, Dims, check, check_dtype
+from hybridspec.ops._library import register_kernel
 from hybridspec.ops.verify_plan import cpu, launch
 from hybridspec.ops.verify_plan.call import Entries
 
@@ -97,22 +92,15 @@ def _check_copy_page_table(page_table: Tensor, source: Tensor, requests: Tensor)
         )
 
 
-_copy_page_table = register(
+_copy_page_table = register_kernel(
     "verify_plan.copy_page_table",
-    kernel_or_reference(
-        lambda page_table, *others: launch.explain(page_table),
-        launch.copy_page_table,
-        cpu.copy_page_table,
-    ),
+    launch.explain,
+    launch.copy_page_table,
+    cpu.copy_page_table,
     _check_copy_page_table,
 )
 
 
-_compact_groups = register(
-    "verify_plan.compact_groups",
-    kernel_or_reference(
-        lambda requests, *others: launch.explain(requests),
-        launch.compact_groups,
-        cpu.compact_groups,
-    ),
+_compact_groups = register_kernel(
+    "verify_plan.compact_groups", launch.explain, launch.compact_groups, cpu.compact_groups
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,24 +108,33 @@ def select_rows(
     """Write the offsets of the chosen rows; see api.py."""
     from hybridspec.ops.verify_plan import triton_select
 
-    confidences, num_drafts, calibration = drafts
+    confidences = drafts.confidences
     num_requests, k = confidences.shape
     out_requests = cu_seqlens.shape[0] - 1
     config = config or launch_config(num_requests, k)
-    # Pointers that a switch leaves unread still need a tensor.
-    limits = slots if num_drafts is None else num_drafts
-    table = slots if calibration is None else calibration
-    bins = 0 if calibration is None else calibration.shape[1]
+    optional, switches = _optional(drafts, slots)
     with torch.cuda.device_of(slots):
         if config.is_one_block:
             triton_select.select_kernel[(1,)](
-                confidences, slots, limits, table, cu_seqlens, num_requests, out_requests, num_rows,
-                confidences.stride(0), NUM_DRAFTS=k, NUM_BINS=bins,
-                HAS_NUM_DRAFTS=num_drafts is not None, BLOCK=_block(out_requests),
+                confidences, slots, *optional, cu_seqlens, num_requests, out_requests, num_rows,
+                confidences.stride(0), **switches, BLOCK=_block(out_requests),
                 num_warps=config.select_warps, **_EXACT,
             )  # fmt: skip
         else:
             _select_large(drafts, slots, num_rows, cu_seqlens, workspace)
+
+
+def _optional(drafts: Drafts, slots: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, int]]:
+    """Return what drafts may lack, and the switches that say so and how many there are."""
+    confidences, num_drafts, calibration = drafts
+    # Pointers that a switch leaves unread still need a tensor.
+    limits = slots if num_drafts is None else num_drafts
+    table = slots if calibration is None else calibration
+    return (limits, table), {
+        "NUM_DRAFTS": confidences.shape[1],
+        "TABLE_BINS": 0 if calibration is None else calibration.shape[1],
+        "HAS_NUM_DRAFTS": num_drafts is not None,
+    }
 
 
 def _select_large(
@@ -132,9 +142,10 @@ def _select_large(
 ) -> None:
     from hybridspec.ops.verify_plan import triton_select_large
 
-    confidences, num_drafts, calibration = drafts
+    confidences = drafts.confidences
     num_requests, k = confidences.shape
     out_requests = cu_seqlens.shape[0] - 1
+    optional, switches = _optional(drafts, slots)
     layout = Workspace.of(num_requests, k)
     num_bins = Workspace.NUM_BINS
     histograms = [workspace[i * num_bins :] for i in range(3)]
@@ -145,11 +156,8 @@ def _select_large(
     if k > 0:
         grid = (_ceil_div(num_keys, _BLOCK_KEYS),)
         triton_select_large.score_kernel[grid](
-            confidences, slots, slots if num_drafts is None else num_drafts,
-            slots if calibration is None else calibration, keys, histograms[0], live, num_requests,
-            confidences.stride(0), NUM_DRAFTS=k,
-            TABLE_BINS=0 if calibration is None else calibration.shape[1],
-            HAS_NUM_DRAFTS=num_drafts is not None, BLOCK=_BLOCK_KEYS, **_EXACT,
+            confidences, slots, *optional, keys, histograms[0], live, num_requests,
+            confidences.stride(0), **switches, BLOCK=_BLOCK_KEYS, **_EXACT,
         )  # fmt: skip
         for step in (1, 2):
             triton_select_large.refine_kernel[grid](
@@ -200,7 +208,7 @@ def plan_step(
     """Select and build, in one launch where the batch is small; see api.py."""
     from hybridspec.ops.verify_plan import triton_build
 
-    confidences, num_drafts, calibration = drafts
+    confidences = drafts.confidences
     seq_len, history_len, ring_start, max_window = cursors
     num_requests, k = confidences.shape
     out_requests, row_capacity = plan.slots.shape[0], plan.token_ids.shape[0]
@@ -209,32 +217,24 @@ def plan_step(
         select_rows(drafts, slots, num_rows, plan.cu_seqlens, plan.workspace, config)
         build_params(token_ids, slots, cursors, plan)
         return
+    optional, switches = _optional(drafts, slots)
     with torch.cuda.device_of(slots):
         triton_build.plan_kernel[(1,)](
-            confidences, token_ids, slots, seq_len, history_len, ring_start,
-            slots if num_drafts is None else num_drafts,
-            slots if calibration is None else calibration, plan.cu_seqlens, plan.num_verify_tokens,
-            plan.kv_len, plan.slots, plan.is_fold, plan.token_ids, plan.positions, plan.sources,
-            num_requests, out_requests, num_rows, row_capacity, max_window, confidences.stride(0),
-            token_ids.stride(0), NUM_DRAFTS=k,
-            NUM_BINS=0 if calibration is None else calibration.shape[1],
-            HAS_NUM_DRAFTS=num_drafts is not None, BLOCK_TOKENS=round_up_to_power_of_two(k + 1),
-            BLOCK=_block(out_requests), BLOCK_ROWS=1024, num_warps=config.select_warps, **_EXACT,
+            confidences, token_ids, slots, seq_len, history_len, ring_start, *optional,
+            plan.cu_seqlens, plan.num_verify_tokens, plan.kv_len, plan.slots, plan.is_fold,
+            plan.token_ids, plan.positions, plan.sources, num_requests, out_requests, num_rows,
+            row_capacity, max_window, confidences.stride(0), token_ids.stride(0), **switches,
+            BLOCK_TOKENS=round_up_to_power_of_two(k + 1), BLOCK=_block(out_requests),
+            BLOCK_ROWS=1024, num_warps=config.select_warps, **_EXACT,
         )  # fmt: skip
 
 
 def compact_hidden(hidden: Tensor, sources: Tensor, out: Tensor) -> None:
     """Gather rows; see api.py."""
-    from hybridspec.ops.verify_plan import triton_compact
+    from hybridspec.ops.verify_plan.triton_compact import gather_rows_kernel
 
-    num_rows, width = out.shape
-    if out.numel() == 0:
-        return
-    block = min(_block(width), _BLOCK_COLUMNS)
-    with torch.cuda.device_of(out):
-        triton_compact.gather_rows_kernel[(num_rows, _ceil_div(width, block))](
-            hidden, sources, out, width, hidden.stride(0), out.stride(0), BLOCK=block
-        )
+    strides = hidden.stride(0), out.stride(0)
+    _launch_rows(gather_rows_kernel, out, hidden, sources, out, out.shape[1], *strides)
 
 
 def compact_sampling(
@@ -279,14 +279,18 @@ def compact_groups(
 
 def copy_page_table(page_table: Tensor, source: Tensor, requests: Tensor) -> None:
     """page_table[i] = source[requests[i], :width]; see entries.py."""
-    from hybridspec.ops.verify_plan import triton_compact
+    from hybridspec.ops.verify_plan.triton_compact import copy_page_table_kernel
 
-    num_rows, width = page_table.shape
-    if page_table.numel() == 0:
+    strides = *source.stride(), *page_table.stride()
+    width = page_table.shape[1]
+    _launch_rows(copy_page_table_kernel, page_table, source, requests, page_table, width, *strides)
+
+
+def _launch_rows(kernel: Any, out: Tensor, *arguments: Any) -> None:
+    """Launch programs for pieces of the rows of `out`."""
+    num_rows, width = out.shape
+    if out.numel() == 0:
         return
     block = min(_block(width), _BLOCK_COLUMNS)
-    with torch.cuda.device_of(page_table):
-        triton_compact.copy_page_table_kernel[(num_rows, _ceil_div(width, block))](
-            source, requests, page_table, width, *source.stride(), *page_table.stride(),
-            BLOCK=block,
-        )  # fmt: skip
+    with torch.cuda.device_of(out):
+        kernel[(num_rows, _ceil_div(width, block))](*arguments, BLOCK=block)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hybridspec.ops._columns import Columns
+
 __all__ = ["SamplingColumns"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingColumns:
+class SamplingColumns(Columns):
     """Sampling parameters, one entry per request or per row.
 
     Attributes:
@@ -40,12 +41,3 @@ class SamplingColumns:
             min_p=zeros.clone(),
             seeds=torch.zeros(size, dtype=torch.int64, device=device),
         )
-
-    def tensors(self) -> list[Tensor]:
-        """List the tensors in the order of the fields, as the registered ops take them."""
-        return [getattr(self, name) for name in self.__slots__]
-
-    @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> SamplingColumns:
-        """Name the tensors that `tensors` listed."""
-        return cls(**dict(zip(cls.__slots__, tensors, strict=True)))

@@ -42,55 +42,29 @@ def load_tokens(
 
 
 @triton.jit
-def write_requests(
-    num_verify_tokens_ptr,
-    kv_len_ptr,
-    out_slots_ptr,
-    is_fold_ptr,
-    b_offs,
-    length,
-    slot,
-    stored,
-    history,
-    ring_start,
-    out_requests,
-    max_window,
-):
-    length = tl.where(slot >= 0, length, 0)
-    has_rows = length > 0
-    kv_len = tl.where(has_rows, stored + length, 0)
-    is_fold = is_fold_due(slot, ring_start, history, length, max_window)
-
+def write_batch(
+    num_verify_tokens_ptr, kv_len_ptr, out_slots_ptr, is_fold_ptr,
+    out_tokens_ptr, positions_ptr, sources_ptr,
+    b_offs, start, length, slot, stored, history, ring_start, token,
+    out_requests, row_capacity, max_window,
+    TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Write a block of requests and their rows; neighbouring lanes hold neighbouring rows."""
+    num_tokens = tl.where(slot >= 0, length, 0)
+    kv_len = tl.where(num_tokens > 0, stored + num_tokens, 0)
+    is_fold = is_fold_due(slot, ring_start, history, num_tokens, max_window)
     out_mask = b_offs < out_requests
-    tl.store(num_verify_tokens_ptr + b_offs, length, mask=out_mask)
+    tl.store(num_verify_tokens_ptr + b_offs, num_tokens, mask=out_mask)
     tl.store(kv_len_ptr + b_offs, kv_len, mask=out_mask)
     tl.store(out_slots_ptr + b_offs, slot, mask=out_mask)
     tl.store(is_fold_ptr + b_offs, is_fold.to(tl.int8), mask=out_mask)
 
-
-@triton.jit
-def write_rows(
-    out_tokens_ptr,
-    positions_ptr,
-    sources_ptr,
-    b_offs,
-    start,
-    length,
-    slot,
-    stored,
-    token,
-    row_capacity,
-    TOKENS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-):
-    """Write the rows of a block of requests; neighbouring lanes hold neighbouring rows."""
     j_offs = tl.arange(0, BLOCK_TOKENS)[None, :]
     row = start[:, None] + j_offs
     row_mask = (j_offs < length[:, None]) & (j_offs < TOKENS) & (row < row_capacity)
     is_owned = slot[:, None] >= 0
     position = tl.where(is_owned, stored[:, None] + j_offs, 0).to(tl.int64)
     source = tl.where(is_owned, b_offs[:, None] * TOKENS + j_offs, -1)
-
     tl.store(out_tokens_ptr + row, tl.where(is_owned, token, 0), mask=row_mask)
     tl.store(positions_ptr + row, position, mask=row_mask)
     tl.store(sources_ptr + row, source, mask=row_mask)
@@ -107,33 +81,16 @@ def write_hold_rows(out_tokens_ptr, positions_ptr, sources_ptr, row, row_mask):
 def build_kernel(
     # inputs: cu_seqlens [C + 1]; tokens [B, TOKENS]; slots [B]; seq_len, history_len, ring_start
     # [S], the last or None
-    cu_seqlens_ptr,
-    tokens_ptr,
-    slots_ptr,
-    seq_len_ptr,
-    history_len_ptr,
-    ring_start_ptr,
+    cu_seqlens_ptr, tokens_ptr, slots_ptr, seq_len_ptr, history_len_ptr, ring_start_ptr,
     # outputs [C], C >= B
-    num_verify_tokens_ptr,
-    kv_len_ptr,
-    out_slots_ptr,
-    is_fold_ptr,
+    num_verify_tokens_ptr, kv_len_ptr, out_slots_ptr, is_fold_ptr,
     # outputs [N]
-    out_tokens_ptr,
-    positions_ptr,
-    sources_ptr,
+    out_tokens_ptr, positions_ptr, sources_ptr,
     # scalars and strides
-    num_requests,
-    out_requests,
-    row_capacity,
-    max_window,
-    tokens_stride,
+    num_requests, out_requests, row_capacity, max_window, tokens_stride,
     # sizes
-    TOKENS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):
+    TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     b_offs = pid * BLOCK + tl.arange(0, BLOCK)
     b_mask = b_offs < num_requests
@@ -145,34 +102,11 @@ def build_kernel(
         slots_ptr, seq_len_ptr, history_len_ptr, ring_start_ptr, b_offs, b_mask
     )
 
-    write_requests(
-        num_verify_tokens_ptr,
-        kv_len_ptr,
-        out_slots_ptr,
-        is_fold_ptr,
-        b_offs,
-        length,
-        slot,
-        stored,
-        history,
-        ring_start,
-        out_requests,
-        max_window,
-    )
-    write_rows(
-        out_tokens_ptr,
-        positions_ptr,
-        sources_ptr,
-        b_offs,
-        start,
-        length,
-        slot,
-        stored,
-        token,
-        row_capacity,
-        TOKENS,
-        BLOCK_TOKENS,
-    )
+    write_batch(
+        num_verify_tokens_ptr, kv_len_ptr, out_slots_ptr, is_fold_ptr, out_tokens_ptr,
+        positions_ptr, sources_ptr, b_offs, start, length, slot, stored, history, ring_start, token,
+        out_requests, row_capacity, max_window, TOKENS, BLOCK_TOKENS,
+    )  # fmt: skip
     total = tl.load(cu_seqlens_ptr + num_requests)
     row = pid * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = (row >= total) & (row < row_capacity)
@@ -184,41 +118,20 @@ def build_kernel(
 )
 def plan_kernel(
     # inputs: confidences [B, k]; tokens [B, k + 1]; slots, num_drafts [B]; seq_len, history_len,
-    # ring_start [S], the last or None; table [k, NUM_BINS]
-    confidences_ptr,
-    tokens_ptr,
-    slots_ptr,
-    seq_len_ptr,
-    history_len_ptr,
-    ring_start_ptr,
-    num_drafts_ptr,
-    table_ptr,
+    # ring_start [S], the last or None; table [k, TABLE_BINS]
+    confidences_ptr, tokens_ptr, slots_ptr, seq_len_ptr, history_len_ptr, ring_start_ptr,
+    num_drafts_ptr, table_ptr,
     # outputs [C + 1] and [C], C >= B
-    cu_seqlens_ptr,
-    num_verify_tokens_ptr,
-    kv_len_ptr,
-    out_slots_ptr,
-    is_fold_ptr,
+    cu_seqlens_ptr, num_verify_tokens_ptr, kv_len_ptr, out_slots_ptr, is_fold_ptr,
     # outputs [N]
-    out_tokens_ptr,
-    positions_ptr,
-    sources_ptr,
+    out_tokens_ptr, positions_ptr, sources_ptr,
     # scalars and strides
-    num_requests,
-    out_requests,
-    num_rows,
-    row_capacity,
-    max_window,
-    confidences_stride,
+    num_requests, out_requests, num_rows, row_capacity, max_window, confidences_stride,
     tokens_stride,
     # sizes and switches
-    NUM_DRAFTS: tl.constexpr,
-    NUM_BINS: tl.constexpr,
-    HAS_NUM_DRAFTS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):
+    NUM_DRAFTS: tl.constexpr, TABLE_BINS: tl.constexpr, HAS_NUM_DRAFTS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
     b_offs = tl.arange(0, BLOCK)
     b_mask = b_offs < num_requests
     # Loaded before the search, which hides the latency of two dependent loads.
@@ -228,49 +141,17 @@ def plan_kernel(
     token = load_tokens(tokens_ptr, tokens_stride, b_offs, b_mask, NUM_DRAFTS + 1, BLOCK_TOKENS)
 
     start, length, total = select_in_block(
-        confidences_ptr,
-        confidences_stride,
-        num_drafts_ptr,
-        table_ptr,
-        b_offs,
-        b_mask,
-        slot >= 0,
-        num_rows,
-        NUM_DRAFTS,
-        NUM_BINS,
-        HAS_NUM_DRAFTS,
-    )
+        confidences_ptr, confidences_stride, num_drafts_ptr, table_ptr, b_offs, b_mask, slot >= 0,
+        num_rows, NUM_DRAFTS, TABLE_BINS, HAS_NUM_DRAFTS,
+    )  # fmt: skip
 
     tl.store(cu_seqlens_ptr, 0)
     tl.store(cu_seqlens_ptr + 1 + b_offs, start + length, mask=b_offs < out_requests)
-    write_requests(
-        num_verify_tokens_ptr,
-        kv_len_ptr,
-        out_slots_ptr,
-        is_fold_ptr,
-        b_offs,
-        length,
-        slot,
-        stored,
-        history,
-        ring_start,
-        out_requests,
-        max_window,
-    )
-    write_rows(
-        out_tokens_ptr,
-        positions_ptr,
-        sources_ptr,
-        b_offs,
-        start,
-        length,
-        slot,
-        stored,
-        token,
-        row_capacity,
-        NUM_DRAFTS + 1,
-        BLOCK_TOKENS,
-    )
+    write_batch(
+        num_verify_tokens_ptr, kv_len_ptr, out_slots_ptr, is_fold_ptr, out_tokens_ptr,
+        positions_ptr, sources_ptr, b_offs, start, length, slot, stored, history, ring_start, token,
+        out_requests, row_capacity, max_window, NUM_DRAFTS + 1, BLOCK_TOKENS,
+    )  # fmt: skip
     for first in range(total // BLOCK_ROWS * BLOCK_ROWS, row_capacity, BLOCK_ROWS):
         row = first + tl.arange(0, BLOCK_ROWS)
         row_mask = (row >= total) & (row < row_capacity)

@@ -17,17 +17,14 @@ __all__ = [
 @triton.jit(do_not_specialize=["width"])
 def gather_rows_kernel(
     # inputs: hidden [M, D]; sources [N]
-    hidden_ptr,
-    sources_ptr,
+    hidden_ptr, sources_ptr,
     # output [N, D]
     out_ptr,
     # scalars and strides
-    width,
-    hidden_stride,
-    out_stride,
+    width, hidden_stride, out_stride,
     # sizes
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(sources_ptr + row).to(tl.int64)
@@ -39,25 +36,16 @@ def gather_rows_kernel(
 @triton.jit(do_not_specialize=["num_rows", "rows_per_request"])
 def gather_sampling_kernel(
     # inputs [B]
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seeds_ptr,
+    temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr,
     # input [N]
     sources_ptr,
     # outputs [N]
-    out_temperature_ptr,
-    out_top_k_ptr,
-    out_top_p_ptr,
-    out_min_p_ptr,
-    out_seeds_ptr,
+    out_temperature_ptr, out_top_k_ptr, out_top_p_ptr, out_min_p_ptr, out_seeds_ptr,
     # scalars
-    num_rows,
-    rows_per_request,
+    num_rows, rows_per_request,
     # sizes
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < num_rows
     source = tl.load(sources_ptr + offs, mask=mask, other=-1)
@@ -89,24 +77,14 @@ def count_groups_kernel(marks_ptr, block_counts_ptr, num_rows, BLOCK: tl.constex
 @triton.jit(do_not_specialize=["num_rows", "num_blocks", "capacity", "hold_request"])
 def compact_groups_kernel(
     # inputs [n]; block_counts [blocks]
-    requests_ptr,
-    seq_len_ptr,
-    marks_ptr,
-    block_counts_ptr,
+    requests_ptr, seq_len_ptr, marks_ptr, block_counts_ptr,
     # outputs [capacity]
-    q_len_ptr,
-    out_seq_len_ptr,
-    out_requests_ptr,
+    q_len_ptr, out_seq_len_ptr, out_requests_ptr,
     # scalars
-    num_rows,
-    num_blocks,
-    capacity,
-    hold_request,
+    num_rows, num_blocks, capacity, hold_request,
     # switch and sizes
-    IS_ONE_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MOST_BLOCKS: tl.constexpr,
-):
+    IS_ONE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, MOST_BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Entry i <- the i-th group end; entries past the last group are hold entries."""
     pid = tl.program_id(0)
     offs = pid * BLOCK + tl.arange(0, BLOCK)
@@ -142,19 +120,14 @@ def compact_groups_kernel(
 @triton.jit(do_not_specialize=["width"])
 def copy_page_table_kernel(
     # inputs: source [S, >= width]; requests [B]
-    source_ptr,
-    requests_ptr,
+    source_ptr, requests_ptr,
     # output [B, width]
     out_ptr,
     # scalars and strides
-    width,
-    source_stride,
-    source_stride_page,
-    out_stride,
-    out_stride_page,
+    width, source_stride, source_stride_page, out_stride, out_stride_page,
     # sizes
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offs = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     mask = offs < width

@@ -21,12 +21,12 @@ def safe(value):
 
 
 @triton.jit
-def survival_step(survival, confidence, table_ptr, j, mask, NUM_BINS: tl.constexpr):
+def survival_step(survival, confidence, table_ptr, j, mask, TABLE_BINS: tl.constexpr):
     """Survival of draft j from that of the draft before it; subnormal products are 0."""
     confidence = safe(confidence)
-    if NUM_BINS > 0:
-        bins = tl.minimum((confidence * NUM_BINS).to(tl.int32), NUM_BINS - 1)
-        confidence = safe(tl.load(table_ptr + j * NUM_BINS + bins, mask=mask, other=0.0))
+    if TABLE_BINS > 0:
+        bins = tl.minimum((confidence * TABLE_BINS).to(tl.int32), TABLE_BINS - 1)
+        confidence = safe(tl.load(table_ptr + j * TABLE_BINS + bins, mask=mask, other=0.0))
     survival = survival * confidence
     return tl.where(survival < 1.1754943508222875e-38, 0.0, survival)
 
@@ -35,15 +35,10 @@ def survival_step(survival, confidence, table_ptr, j, mask, NUM_BINS: tl.constex
 def survival_keys(
     confidences_ptr,
     confidences_stride,
-    num_drafts_ptr,
-    table_ptr,
-    b_offs,
-    b_mask,
-    is_live,
-    NUM_DRAFTS: tl.constexpr,
-    NUM_BINS: tl.constexpr,
-    HAS_NUM_DRAFTS: tl.constexpr,
-):
+    num_drafts_ptr, table_ptr,
+    b_offs, b_mask, is_live,
+    NUM_DRAFTS: tl.constexpr, TABLE_BINS: tl.constexpr, HAS_NUM_DRAFTS: tl.constexpr,
+):  # fmt: skip
     """One vector of keys per draft; -1 where there is no draft to verify."""
     limit = tl.full(b_offs.shape, NUM_DRAFTS, tl.int32)
     if HAS_NUM_DRAFTS:
@@ -53,7 +48,7 @@ def survival_keys(
     keys = ()
     for j in tl.static_range(NUM_DRAFTS):
         confidence = tl.load(row_ptr + j, mask=b_mask, other=0.0).to(tl.float32)
-        survival = survival_step(survival, confidence, table_ptr, j, b_mask, NUM_BINS)
+        survival = survival_step(survival, confidence, table_ptr, j, b_mask, TABLE_BINS)
         key = survival.to(tl.int32, bitcast=True)
         keys = keys + (tl.where(is_live & (j < limit), key, -1),)
     return keys
@@ -157,16 +152,10 @@ def lengths_from_ties(base, ties, tie_budget, base_before, ties_before):
 def select_in_block(
     confidences_ptr,
     confidences_stride,
-    num_drafts_ptr,
-    table_ptr,
-    b_offs,
-    b_mask,
-    is_live,
-    num_rows,
-    NUM_DRAFTS: tl.constexpr,
-    NUM_BINS: tl.constexpr,
-    HAS_NUM_DRAFTS: tl.constexpr,
-):
+    num_drafts_ptr, table_ptr,
+    b_offs, b_mask, is_live, num_rows,
+    NUM_DRAFTS: tl.constexpr, TABLE_BINS: tl.constexpr, HAS_NUM_DRAFTS: tl.constexpr,
+):  # fmt: skip
     """First row and rows of every request of a batch that fits one block, and all rows' number."""
     rows = is_live.to(tl.int32)
     ties = rows * 0
@@ -175,17 +164,9 @@ def select_in_block(
         total = tl.sum(rows, axis=0)
     else:
         keys = survival_keys(
-            confidences_ptr,
-            confidences_stride,
-            num_drafts_ptr,
-            table_ptr,
-            b_offs,
-            b_mask,
-            is_live,
-            NUM_DRAFTS,
-            NUM_BINS,
-            HAS_NUM_DRAFTS,
-        )
+            confidences_ptr, confidences_stride, num_drafts_ptr, table_ptr, b_offs, b_mask, is_live,
+            NUM_DRAFTS, TABLE_BINS, HAS_NUM_DRAFTS,
+        )  # fmt: skip
         threshold, tie_budget, total = find_threshold(keys, is_live, num_rows, NUM_DRAFTS)
         for j in tl.static_range(NUM_DRAFTS):
             rows += (keys[j] > threshold).to(tl.int32)
@@ -196,41 +177,24 @@ def select_in_block(
 
 @triton.jit(do_not_specialize=["num_requests", "out_requests", "num_rows"])
 def select_kernel(
-    # inputs: confidences [B, k]; slots, num_drafts [B]; table [k, NUM_BINS]
-    confidences_ptr,
-    slots_ptr,
-    num_drafts_ptr,
-    table_ptr,
+    # inputs: confidences [B, k]; slots, num_drafts [B]; table [k, TABLE_BINS]
+    confidences_ptr, slots_ptr, num_drafts_ptr, table_ptr,
     # output [C + 1], C >= B
     cu_seqlens_ptr,
     # scalars and strides
-    num_requests,
-    out_requests,
-    num_rows,
-    confidences_stride,
+    num_requests, out_requests, num_rows, confidences_stride,
     # sizes and switches
-    NUM_DRAFTS: tl.constexpr,
-    NUM_BINS: tl.constexpr,
-    HAS_NUM_DRAFTS: tl.constexpr,
+    NUM_DRAFTS: tl.constexpr, TABLE_BINS: tl.constexpr, HAS_NUM_DRAFTS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     b_offs = tl.arange(0, BLOCK)
     b_mask = b_offs < num_requests
     is_live = tl.load(slots_ptr + b_offs, mask=b_mask, other=-1) >= 0
 
     start, length, _ = select_in_block(
-        confidences_ptr,
-        confidences_stride,
-        num_drafts_ptr,
-        table_ptr,
-        b_offs,
-        b_mask,
-        is_live,
-        num_rows,
-        NUM_DRAFTS,
-        NUM_BINS,
-        HAS_NUM_DRAFTS,
-    )
+        confidences_ptr, confidences_stride, num_drafts_ptr, table_ptr, b_offs, b_mask, is_live,
+        num_rows, NUM_DRAFTS, TABLE_BINS, HAS_NUM_DRAFTS,
+    )  # fmt: skip
 
     tl.store(cu_seqlens_ptr, 0)
     tl.store(cu_seqlens_ptr + 1 + b_offs, start + length, mask=b_offs < out_requests)

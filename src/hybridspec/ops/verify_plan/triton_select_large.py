@@ -40,23 +40,15 @@ def pick_bin(histogram_ptr, wanted):
 @triton.jit(do_not_specialize=["num_requests"])
 def score_kernel(
     # inputs: confidences [B, k]; slots, num_drafts [B]; table [k, TABLE_BINS]
-    confidences_ptr,
-    slots_ptr,
-    num_drafts_ptr,
-    table_ptr,
+    confidences_ptr, slots_ptr, num_drafts_ptr, table_ptr,
     # outputs: keys [B, k]; histogram [NUM_BINS] and number of live requests, both cleared before
-    keys_ptr,
-    histogram_ptr,
-    live_ptr,
+    keys_ptr, histogram_ptr, live_ptr,
     # scalars and strides
-    num_requests,
-    confidences_stride,
+    num_requests, confidences_stride,
     # sizes and switches
-    NUM_DRAFTS: tl.constexpr,
-    TABLE_BINS: tl.constexpr,
-    HAS_NUM_DRAFTS: tl.constexpr,
+    NUM_DRAFTS: tl.constexpr, TABLE_BINS: tl.constexpr, HAS_NUM_DRAFTS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < num_requests * NUM_DRAFTS
     request = offs // NUM_DRAFTS
@@ -86,19 +78,14 @@ def score_kernel(
 @triton.jit(do_not_specialize=["num_keys", "num_rows"])
 def refine_kernel(
     # inputs: keys [num_keys]; the histogram of the digit above; number of live requests
-    keys_ptr,
-    previous_histogram_ptr,
-    live_ptr,
+    keys_ptr, previous_histogram_ptr, live_ptr,
     # in-out: search [4, 2], read at PASS - 1 and written at PASS; histogram [NUM_BINS], cleared
-    search_ptr,
-    histogram_ptr,
+    search_ptr, histogram_ptr,
     # scalars
-    num_keys,
-    num_rows,
+    num_keys, num_rows,
     # sizes
-    PASS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    PASS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     shift: tl.constexpr = (2 - PASS) * NUM_BINS_LOG2
     if PASS == 1:
@@ -135,18 +122,14 @@ def rows_and_ties(slots_ptr, keys_ptr, threshold, b_offs, b_mask, NUM_DRAFTS: tl
 @triton.jit(do_not_specialize=["num_requests"])
 def count_kernel(
     # inputs: slots [B]; keys [B, k]; the histogram of the last digit
-    slots_ptr,
-    keys_ptr,
-    histogram_ptr,
+    slots_ptr, keys_ptr, histogram_ptr,
     # in-out: search [4, 2], read at 2 and written at 3; output: block_sums [blocks, 2]
-    search_ptr,
-    block_sums_ptr,
+    search_ptr, block_sums_ptr,
     # scalars
     num_requests,
     # sizes
-    NUM_DRAFTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    NUM_DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     threshold = tl.full((), 0, tl.int32)
     if NUM_DRAFTS > 0:
@@ -167,21 +150,14 @@ def count_kernel(
 @triton.jit(do_not_specialize=["num_requests", "out_requests", "num_blocks"])
 def offsets_kernel(
     # inputs: slots [B]; keys [B, k]; search [4, 2]; block_sums [blocks, 2]
-    slots_ptr,
-    keys_ptr,
-    search_ptr,
-    block_sums_ptr,
+    slots_ptr, keys_ptr, search_ptr, block_sums_ptr,
     # output [C + 1], C >= B
     cu_seqlens_ptr,
     # scalars
-    num_requests,
-    out_requests,
-    num_blocks,
+    num_requests, out_requests, num_blocks,
     # sizes
-    NUM_DRAFTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MOST_BLOCKS: tl.constexpr,
-):
+    NUM_DRAFTS: tl.constexpr, BLOCK: tl.constexpr, MOST_BLOCKS: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     threshold = tl.load(search_ptr + 6)
     tie_budget = tl.load(search_ptr + 7)
