@@ -10,7 +10,7 @@ import torch
 
 from helpers.gdn_cases import assert_same_bits
 from helpers.no_sync import no_sync
-from helpers.tolerances import assert_close
+from helpers.tolerances import KERNEL_FACTOR, assert_close
 from helpers.vllm_checks import (
     check_commits,
     check_plain_tokens,
@@ -73,7 +73,8 @@ def single_step(
         tokens, layer.ints(0, rows), layer.ints(1), out, max_cache_len=length, max_spec_len=rows
     )
     # Both sides round, and one of them reads corrections that it has rounded.
-    assert_close(out, expected.double(), layer.act, F32, factor=2.0)
+    factor = 2.0 if device == "cpu" else 2.0 * KERNEL_FACTOR
+    assert_close(out, expected.double(), layer.act, F32, factor=factor)
     assert_same_bits(layer.state[1], state[1])
 
 

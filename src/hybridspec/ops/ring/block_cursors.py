@@ -223,6 +223,8 @@ def _reset_on_gpu(
 
     if blocks.shape[0] == 0:
         return
+    if is_reset.dtype == torch.bool:
+        is_reset = is_reset.view(torch.int8)
     with torch.cuda.device_of(blocks):
         reset_blocks_kernel[(-(-blocks.shape[0] // _BLOCK),)](
             *cursors, blocks, is_reset, blocks.stride(0), is_reset.stride(0), padding,
