@@ -213,7 +213,7 @@ def test_python_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_python_for_other_engines_runs() -> None:
     blocks = fenced((ROOT / "docs/integrating.md").read_text(encoding="utf-8"), "python")
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "docs/integrating.md", "exec"), names)

@@ -16,8 +16,14 @@ from helpers.triton_resources import compiled
 from hybridspec.ops._triton_support import compiler_version
 from hybridspec.ops.causal_conv1d import triton_prefill as conv_prefill
 from hybridspec.ops.causal_conv1d import triton_verify as conv
-from hybridspec.ops.gated_delta_rule import launch, prefix, triton_fold, triton_verify
-from hybridspec.ops.ring import triton_copies, triton_cursors
+from hybridspec.ops.gated_delta_rule import (
+    launch,
+    prefix,
+    triton_fold,
+    triton_one_token,
+    triton_verify,
+)
+from hybridspec.ops.ring import triton_block_cursors, triton_copies, triton_cursors
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {BF16: "bf16", F16: "fp16", F32: "fp32"}
@@ -33,6 +39,8 @@ MODES = [
 # K, V, rows of a request
 SHAPES = [(128, 128, 8), (128, 128, 16), (256, 256, 8), (96, 192, 8), (64, 64, 8)]
 
+ROWS = ("q_ptr", "k_ptr", "v_ptr", "a_ptr", "b_ptr", "out_ptr")
+PARAMETERS = ("A_log_ptr", "dt_bias_ptr")
 STRIDED = {"q": 2, "k": 2, "v": 2, "gate": 2, "state": 3, "ring_k": 3, "ring_u": 3}
 STRIDED |= {"ring_decay": 2, "out": 2}
 STRIDES = {f"{name}_strides": ("i32",) * count for name, count in STRIDED.items()}
@@ -69,21 +77,28 @@ def verify_variants(capability: int):
             "USE_L2NORM": True,
             "BY_ROW": False,
             "ZERO_PADDING": True,
+            "FOLD_BY_SLOT": False,
+            "TOKEN_DECAY": False,
+            "slot_stride": 1,
             "fold_threshold": None,
             "rows_per_request": None,
         }
-        pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "a_ptr", "b_ptr", "out_ptr"), act)
+        pointers = dict.fromkeys(ROWS, act)
         pointers |= {"state_ptr": state, "ring_k_ptr": ring, "ring_u_ptr": ring}
-        pointers |= dict.fromkeys(("A_log_ptr", "dt_bias_ptr", "ring_decay_ptr"), F32)
+        pointers |= dict.fromkeys((*PARAMETERS, "ring_decay_ptr"), F32)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         if config.max_registers:
             options["maxnreg"] = config.max_registers
         yield constants, pointers, options
+        if (key_dim, value_dim, tokens) == SHAPES[0]:  # as for blocks of another engine
+            del constants["slot_stride"]
+            yield constants | {"FOLD_BY_SLOT": True, "TOKEN_DECAY": True}, pointers, options
 
 
 def small_variants():
     """Yield the other kernels with their constants, pointers and warps."""
-    geometry = {"H": 2, "HV": 6, "K": 128, "V": 128, "RING": 32, "WINDOW": 16}
+    heads = {"H": 2, "HV": 6, "K": 128, "V": 128}
+    geometry = heads | {"RING": 32, "WINDOW": 16}
     for state, ring in ((BF16, BF16), (F32, BF16), (F32, F32)):
         constants = geometry | {
             "BLOCK_K": 64,
@@ -91,6 +106,7 @@ def small_variants():
             "OPERAND": TRITON[ring],
             "PRECISION": "ieee" if ring == F32 else "tf32",
             "IS_FLAG": False,
+            "TOKEN_DECAY": False,
         }
         pointers = {"state_ptr": state, "ring_k_ptr": ring, "ring_u_ptr": ring}
         yield (
@@ -102,10 +118,19 @@ def small_variants():
         del constants["IS_FLAG"]
         yield (
             triton_fold.advance_rows_kernel,
-            constants | {"MOST_ROWS": 16, "BLOCK_V": prefix.block_rows(128, ring)},
+            constants
+            | {"MOST_ROWS": 16, "BLOCK_V": prefix.block_rows(128, ring), "TOKEN_DECAY": True},
             pointers | {"ring_decay_ptr": F32},
             4,
         )
+        yield (
+            triton_one_token.decode_kernel,
+            heads | {"COLUMNS": 128, "BLOCK_V": 16, "USE_L2NORM": True},
+            dict.fromkeys(ROWS, ring) | {"state_ptr": state} | dict.fromkeys(PARAMETERS, F32),
+            1,
+        )
+    yield triton_block_cursors.commit_blocks_kernel, {"RING": 32, "BLOCK": 128}, {}, 4
+    yield triton_block_cursors.reset_blocks_kernel, {"BLOCK": 128}, {}, 4
     yield triton_cursors.commit_kernel, {"RING": 32, "BLOCK": 128}, {}, 4
     yield triton_cursors.decide_folds_kernel, {"BLOCK": 128}, {}, 4
     pools = {"pool_ptr": BF16, "values_ptr": BF16}

@@ -37,7 +37,7 @@ def row_arguments(call: VerifyCall, out: Tensor) -> tuple:
 
 def ring_arguments(call: VerifyCall) -> tuple:
     ring = call.pools.ring
-    cursors = (ring.ring_start, ring.history_len, ring.max_window)
+    cursors = (ring.ring_start, ring.history_len, ring.max_window, ring.has_token_decay)
     return ring.k, ring.u, ring.cum_log_decay, *cursors
 
 
@@ -47,7 +47,7 @@ def test_verify_passes_opcheck(has_folds: bool) -> None:
     out = torch.empty(5, 2, 4)
     arguments = (
         *row_arguments(call, out), *ring_arguments(call), call.cu_seqlens, call.slot_tensor,
-        call.is_fold if has_folds else None, 3, None, False, "auto",
+        call.is_fold if has_folds else None, 3, None, False, -1, False, "auto",
     )  # fmt: skip
     torch.library.opcheck(OPS.gated_delta_rule_verify.default, arguments)
 
@@ -57,7 +57,7 @@ def test_prefill_passes_opcheck() -> None:
     call.pools.ring.history_len.zero_()
     arguments = (
         *row_arguments(call, torch.empty(5, 2, 4)), *ring_arguments(call), call.cu_seqlens,
-        call.slot_tensor, None, 3, None, False, 64, "auto",
+        call.slot_tensor, None, 3, None, False, -1, False, 64, "auto",
     )  # fmt: skip
     torch.library.opcheck(OPS.gated_delta_rule_prefill.default, arguments)
 
@@ -135,13 +135,7 @@ def test_fake_tensors_pass_through() -> None:
     rows = (*call.inputs(), call.tokens.A_log, call.tokens.dt_bias, call.pools.state)
     with FakeTensorMode() as mode:
         fake = mode.from_tensor
-        ring = RingView(
-            **{
-                name: fake(tensor)
-                for name, tensor in call.pools.ring._asdict().items()
-                if name != "max_window"
-            }
-        )
+        ring = RingView(*(fake(tensor) for tensor in call.pools.ring[:5]))
         out = gated_delta_rule.verify(
             *(fake(part) for part in rows), ring, fake(call.cu_seqlens), fake(call.slot_tensor),
             max_verify_tokens=3,

@@ -9,7 +9,10 @@ from hybridspec.ops.gated_delta_rule.api import (
     prefill,
     verify,
 )
+from hybridspec.ops.gated_delta_rule.blocks import verify_blocks
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.one_token import decode
+from hybridspec.ops.gated_delta_rule.prefix import materialize_rows
 from hybridspec.ops.gated_delta_rule.row_cursors import verify_rows
 
 __all__ = [
@@ -17,10 +20,13 @@ __all__ = [
     "Gates",
     "Rows",
     "State",
+    "decode",
     "explain_verify",
     "fold",
     "materialize",
+    "materialize_rows",
     "prefill",
     "verify",
+    "verify_blocks",
     "verify_rows",
 ]

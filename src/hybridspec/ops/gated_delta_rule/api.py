@@ -140,8 +140,8 @@ def verify(
         cu_seqlens: row bounds of the requests, [B+1], int32; contiguous; in.
         slots: slot of each request, -1 = padding, no slot twice, [B], int32; contiguous; in.
         max_verify_tokens: most rows of one request, at most `ring.max_window`.
-        is_fold: which requests fold, [B], int8, from `decide_folds`; it may be set only where the
-            request has rows. None: nobody folds. A step that folded must be committed; in.
+        is_fold: which requests fold, with rows or without, [B], int8, from `decide_folds`. None:
+            nobody folds. A step that folded must be committed; in.
         scale: factor of the outputs; None is K^-0.5.
         use_qk_l2norm: whether q and k are first scaled to length one per head.
         beta_scale: 2 lets the state have negative eigenvalues.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hybridspec.ops._library import Written
@@ -72,11 +73,13 @@ class FoldingBatch(NamedTuple):
     Attributes:
         cu_seqlens: row bounds of the requests, [B+1]; None: equally many rows each, and the ring's
             cursors are those of the requests, [B].
-        slots: slot of each request, negative = padding, [B]; None: request b has slot b.
-        is_fold: requests that fold, [B]; None: see `fold_threshold`.
+        slots: slot of each request, padding if at most `padding`, [B]; None: request b has slot b.
+        is_fold: requests that fold, [B]; or slots that do, [S]; None: see `fold_threshold`.
         max_rows: most rows of one request.
         fold_threshold: fewest live rows of a request that folds; None: nobody folds but `is_fold`.
         keeps_padding: whether outputs of requests without a slot stay as they are, not zeroed.
+        padding: largest number that is no slot, at least -1.
+        is_fold_by_slot: whether `is_fold` says it of slots.
     """
 
     cu_seqlens: Tensor | None
@@ -85,7 +88,19 @@ class FoldingBatch(NamedTuple):
     max_rows: int
     fold_threshold: int | None = None
     keeps_padding: bool = False
+    padding: int = -1
+    is_fold_by_slot: bool = False
 
     def num_requests(self, ring: RingView) -> int:
         """Count the requests, padding included."""
         return (ring.history_len if self.slots is None else self.slots).shape[0]
+
+    def by_request(self) -> tuple[Tensor, Tensor | None]:
+        """Return slots with padding as -1, and which requests fold, [B]."""
+        assert self.slots is not None
+        slots, is_fold = self.slots, self.is_fold
+        if is_fold is not None and self.is_fold_by_slot:
+            is_fold = is_fold[slots.clamp(min=0).long()]
+        if self.padding >= 0:
+            slots = torch.where(slots > self.padding, slots, -1)
+        return slots, is_fold

@@ -44,10 +44,12 @@ def check_verify(
     """Raise unless the arguments of `verify` fit together."""
     _check_rows("N", rows, gates, state, ring, batch)
     _check_options(gates)
+    check_option("padding", batch.padding, int, low=-1)
     check_window(ring, batch.max_rows)
     if batch.is_fold is not None:
         assert batch.slots is not None
-        check_marks({"B": batch.slots.shape[0]}, is_fold=batch.is_fold)
+        marked = ring.k.shape[0] if batch.is_fold_by_slot else batch.slots.shape[0]
+        check_marks({"B": marked}, is_fold=batch.is_fold)
         check_devices(slots=batch.slots, is_fold=batch.is_fold)
 
 
@@ -67,6 +69,7 @@ def check_verify_rows(
     """Raise unless the arguments of `verify_rows` fit together."""
     _check_rows("B T", rows, gates, state, ring, batch)
     _check_options(gates)
+    check_option("padding", batch.padding, int, low=-1)
     if batch.fold_threshold is not None:
         check_threshold(batch.fold_threshold)
     check_window(ring, batch.max_rows)
@@ -119,10 +122,13 @@ def _check_rows(
     for name, tensor in ({"a": rows.a, "b": rows.b} | parameters).items():
         check_dtype(name, tensor, *FLOATS)
     indices: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "slots": batch.slots}
+    devices = indices | parameters
     for name, index in indices.items():
         if index is not None:
             check_dtype(name, index, torch.int32)
     check_dtype("out", rows.out, *FLOATS)
+    if batch.is_fold_by_slot:  # a column of a table
+        del indices["slots"]
     strided = by_name | (parameters | indices if packing == "N" else {})
     for name, part in strided.items():
         check_last_stride(name, part)
@@ -131,7 +137,7 @@ def _check_rows(
     _check_state(state)
     check_ring(ring, cursors)
     check_devices(
-        **{"v": rows.v} | by_name, **parameters, **indices, state=state.values,
+        **{"v": rows.v} | by_name, **devices, state=state.values,
         state_scale=state.scale, **ring_tensors(ring),
     )  # fmt: skip
 

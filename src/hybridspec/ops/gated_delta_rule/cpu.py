@@ -166,11 +166,15 @@ def verify(
 ) -> None:
     """Check T_b rows of each request; see `hybridspec.ops.gated_delta_rule.verify`."""
     q, k, v, a, b, out = rows
-    assert batch.cu_seqlens is not None and batch.slots is not None
+    slots, is_fold = batch.by_request()
+    assert batch.cu_seqlens is not None
     host = HostBatch.read(
-        batch.cu_seqlens, batch.slots, num_rows=q.shape[0], num_slots=state.values.shape[0],
+        batch.cu_seqlens, slots, num_rows=q.shape[0], num_slots=state.values.shape[0],
         max_verify_tokens=batch.max_rows,
     )  # fmt: skip
+    flags = [0] * slots.shape[0] if is_fold is None else is_fold.tolist()
+    if any(flags):
+        _fold_without_rows(state, ring, slots.tolist(), flags, host.requests)
     if not host.slots:
         out.zero_()
         return
@@ -183,9 +187,8 @@ def verify(
         normalise_(x)
     keys = x.narrow(1, 0, host.size)
     log_decay, beta = gdn_gates(widened(a, dtype), b, gates.A_log, gates.dt_bias, gates.beta_scale)
-    cum = host.by_head(log_decay)
-    if host.size > 1:
-        cum = cum.cumsum(1)
+    steps = host.by_head(log_decay)
+    cum = steps.cumsum(1) if host.size > 1 else steps
 
     def read_slot(weighted: Tensor, slot: int) -> Tensor:
         return read_state(weighted, state.values[slot], _factors(state, slot))
@@ -202,17 +205,26 @@ def verify(
     u, y = delta_rows(x, keys, values, cum, since, host.by_head(beta), window, read, scale)
     host.pack(y, out)
 
-    if batch.is_fold is not None:
-        flags = batch.is_fold.tolist()
-        folding = [i for i, request in enumerate(host.requests) if flags[request]]
-        if folding:
-            _fold_requests(state, window, host.slots, lengths, folding)
-            by_request = (len(host.slots), -1, host.size)
-            since.view(by_request)[folding] = cum.reshape(by_request)[folding]
+    folding = [i for i, request in enumerate(host.requests) if flags[request]]
+    if folding:
+        _fold_requests(state, window, host.slots, lengths, folding)
+        by_request = (len(host.slots), -1, host.size)
+        since.view(by_request)[folding] = cum.reshape(by_request)[folding]
+    decays = steps if ring.has_token_decay else since
     capacity = ring.k.shape[2]
     free = [(start + n) % capacity for start, n in zip(starts, lengths, strict=True)]
-    for pool, appended in ((ring.k, keys), (ring.u, u), (ring.cum_log_decay, since)):
+    for pool, appended in ((ring.k, keys), (ring.u, u), (ring.cum_log_decay, decays)):
         append_rows(pool, appended, host.slots, free, host.lengths)
+
+
+def _fold_without_rows(
+    state: State, ring: RingView, slots: list[int], flags: list[int], requests: list[int]
+) -> None:
+    """Fold marked requests that have no rows; `requests` are those that have."""
+    marked = [i for i, slot in enumerate(slots) if flags[i] and slot >= 0 and i not in requests]
+    if marked:
+        folding = [slots[i] for i in marked]
+        _materialize(state, ring, folding, folding, [ring.k.shape[2]] * len(folding))
 
 
 def _factors(state: State, slot: int) -> Tensor | None:

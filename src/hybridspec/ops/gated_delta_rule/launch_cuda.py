@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops._checks import dtype_name, row_alignment
 from hybridspec.ops._nvrtc import explain_compiler, load_kernel
-from hybridspec.ops._triton_support import capability
+from hybridspec.ops._triton_support import capability, round_up_to_power_of_two
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.ring.view import RingView
@@ -49,7 +49,8 @@ _STRIDES = (
 )  # fmt: skip
 _INTEGERS = (
     "num_requests", "num_rows", "rows_per_request", "ring_capacity",
-    "fold_threshold", "cursors_by_row", "zero_padding", "use_l2norm",
+    "fold_threshold", "cursors_by_row", "zero_padding", "use_l2norm", "padding", "slot_stride",
+    "fold_by_slot",
 )  # fmt: skip
 
 
@@ -142,6 +143,8 @@ def explain_tensors(
         return f"a and b have dtypes {dtype_name(a.dtype)} and {dtype_name(b.dtype)}"
     if ring.cum_log_decay.dtype != torch.float32 or ring.cum_log_decay.stride(2) != 1:
         return "ring.cum_log_decay is not fp32 with a last stride of 1"
+    if q.shape[0] == 0:
+        return "there are no rows"
     value_dim, key_dim = checkpoints.shape[2:]
     if key_dim != 128 or value_dim % 64 or value_dim > 256:
         return (
@@ -164,7 +167,13 @@ def explain_tensors(
 
 
 def _defines(
-    rows: Rows, gates: Gates, state: Tensor, max_rows: int, config: CudaConfig, warp_bytes: int
+    rows: Rows,
+    gates: Gates,
+    state: Tensor,
+    has_token_decay: bool,
+    max_rows: int,
+    config: CudaConfig,
+    warp_bytes: int,
 ) -> dict[str, object]:
     """Macros of the kernel for the tensors of a call: what it does not take from `Params`."""
     return {
@@ -187,6 +196,7 @@ def _defines(
         "SHARED_BYTES": warp_bytes,
         "BLOCKS_PER_MULTIPROCESSOR": config.blocks,
         "EVICT_FIRST": int(config.evict_first),
+        "TOKEN_DECAY": int(has_token_decay),
     }
 
 
@@ -221,9 +231,12 @@ def prepare(
     num_heads = num_requests * checkpoints.shape[1]
     config = choose_config(num_heads, checkpoints.shape[2], checkpoints.dtype)
     warp_bytes = _warp_bytes(checkpoints, config)
-    defines = _defines(rows, gates, checkpoints, batch.max_rows, config, warp_bytes)
+    defines = _defines(
+        rows, gates, checkpoints, ring.has_token_decay, batch.max_rows, config, warp_bytes
+    )
     num_blocks = -(-num_heads * config.splits // config.warps)
     constants = bytes(_constants(rows, gates, state, ring, batch))
+    constants = constants.ljust(ctypes.sizeof(Params) - _PACKED.size, b"\0")
     with torch.cuda.device_of(rows.q):
         kernel = load_kernel(
             SOURCE, "verify", tuple(defines.items()), 32 * config.warps, config.warps * warp_bytes,
@@ -254,9 +267,11 @@ def _constants(
         *out.stride()[:2], *(stride * checkpoints.itemsize for stride in checkpoints.stride()[:2]),
         *((0, 0) if scale is None else (2 * stride for stride in scale.stride()[:2])),
         *ring.k.stride()[:3], *ring.u.stride()[:3], *ring.cum_log_decay.stride()[:2],
-        num_requests, q.shape[0], q.shape[0] // num_requests, ring.k.shape[2],
+        num_requests, q.shape[0], q.shape[0] // num_requests,
+        round_up_to_power_of_two(ring.k.shape[2]),
         _NEVER if batch.fold_threshold is None else batch.fold_threshold,
-        batch.cu_seqlens is None, not batch.keeps_padding, gates.use_qk_l2norm,
+        batch.cu_seqlens is None, not batch.keeps_padding, gates.use_qk_l2norm, batch.padding,
+        1 if batch.slots is None else batch.slots.stride(0), batch.is_fold_by_slot,
         gates.output_scale(k.shape[2]), gates.beta_scale,
     )  # fmt: skip
 

@@ -13,15 +13,15 @@ def verify(rows: Rows, gates: Gates, state: State, ring: RingView, batch: Foldin
     """Read the window, fold it where marked, then run the new rows and append them."""
     ratio, capacity = rows.v.shape[1] // rows.k.shape[1], ring.k.shape[2]
     rows.out.zero_()
-    none = gates.A_log.new_zeros(len(gates.A_log)).double()
+    none = gates.A_log.double().mul(0)
     for b, slot in enumerate(batch.slots.tolist()):  # type: ignore[union-attr]
         first, last = batch.cu_seqlens[b : b + 2].tolist()  # type: ignore[index]
-        if slot < 0 or first == last:
+        if slot < 0:
             continue
         row, S, G = int(ring.ring_start[slot]), state.values[slot].double(), none  # type: ignore[index]
         for _ in range(int(ring.history_len[slot])):
             k, u, cum = (log[slot, :, row % capacity].double() for log in ring[:3])
-            S = (cum - G).exp()[:, None, None] * S
+            S = (cum if ring.has_token_decay else cum - G).exp()[:, None, None] * S
             S = S + einsum("hv,hk->hvk", u, k.repeat_interleave(ratio, 0))
             row, G = row + 1, cum
         if batch.is_fold is not None and batch.is_fold[b]:
@@ -37,4 +37,5 @@ def verify(rows: Rows, gates: Gates, state: State, ring: RingView, batch: Foldin
             S = S + einsum("hv,hk->hvk", u, wide_k)
             rows.out[t] = einsum("hvk,hk->hv", S, wide_q) * gates.output_scale(q.shape[1])
             at, row, G = row % capacity, row + 1, G + g
-            ring.k[slot, :, at], ring.u[slot, :, at], ring.cum_log_decay[slot, :, at] = k, u, G
+            ring.k[slot, :, at], ring.u[slot, :, at] = k, u
+            ring.cum_log_decay[slot, :, at] = g if ring.has_token_decay else G

@@ -54,12 +54,13 @@ def materialize_rows(
     ring_cum_log_decay: Tensor,
     slots: Tensor,
     out_slots: Tensor,
-    ring_start: Tensor,
+    ring_start: Tensor | None,
     num_rows: Tensor,
     *,
     active: Tensor | None = None,
     num_active: Tensor | None = None,
     max_window: int = 16,
+    has_token_decay: bool = False,
     programs: int = 8,
     backend: str = "auto",
 ) -> None:
@@ -77,12 +78,13 @@ def materialize_rows(
         slots: slot to read of each request, [B], int32; contiguous; in.
         out_slots: slot to write, none that another request reads or writes, [B], int32;
             contiguous; in.
-        ring_start: first ring row of each request, [B], int32; contiguous; in.
+        ring_start: first ring row of each request, [B], int32; None: row 0; contiguous; in.
         num_rows: rows to take in, [B], int32; 0 copies every bit. Requests with a negative slot, a
             negative number of rows or more than `max_window` are skipped; contiguous; in.
         active: requests to look at, negative ones are skipped, [B], int32; None: all; in.
         num_active: how many entries of `active` are looked at, [1], int32; None: all; in.
         max_window: most rows of a window (W).
+        has_token_decay: whether `ring_cum_log_decay` holds the log-decay of each token alone.
         programs: programs of the kernel on a multiprocessor.
         backend: "auto", "triton" or "reference".
 
@@ -99,7 +101,9 @@ def materialize_rows(
     """
     _materialize_rows(
         State(state, None),
-        RingView(ring_k, ring_u, ring_cum_log_decay, ring_start, ring_start, max_window),
+        RingView(
+            ring_k, ring_u, ring_cum_log_decay, ring_start, num_rows, max_window, has_token_decay
+        ),
         Copies(slots, out_slots, num_rows, active, num_active),
         programs,
         backend=backend,
@@ -110,7 +114,8 @@ def _check(state: State, ring: RingView, copies: Copies, programs: int) -> None:
     dims: Dims = {}
     cursors = {name: tensor for name, tensor in copies._asdict().items() if tensor is not None}
     num_active = cursors.pop("num_active", None)
-    cursors["ring_start"] = ring.history_len
+    if ring.ring_start is not None:
+        cursors["ring_start"] = ring.ring_start
     check_marks(dims, **cursors)
     if num_active is not None:
         check("num_active", num_active, "1", dims)
@@ -129,14 +134,16 @@ def _reference(state: Written[State], ring: RingView, copies: Copies, programs: 
     for request in requests[: None if num_active is None else max(int(num_active), 0)]:
         if not 0 <= request < slots.shape[0]:
             continue
-        cursors = (part[request] for part in (slots, out_slots, num_rows, ring.history_len))
-        slot, out_slot, count, start = map(int, cursors)
+        cursors = (part[request] for part in (slots, out_slots, num_rows))
+        slot, out_slot, count = map(int, cursors)
+        start = 0 if ring.ring_start is None else int(ring.ring_start[request])
         if min(slot, out_slot, count) < 0 or count > ring.max_window:
             continue
         found = pool[slot]
         if count:
             rows = [(start + j) % capacity for j in range(count)]
             decay = ring.cum_log_decay[slot, :, rows].to(dtype)
+            decay = decay.cumsum(1) if ring.has_token_decay else decay
             k = ring.k[slot, :, rows].to(dtype).repeat_interleave(heads // ring.k.shape[1], 0)
             u = ring.u[slot, :, rows].to(dtype) * (decay[:, -1:] - decay).exp()[..., None]
             found = torch.baddbmm(

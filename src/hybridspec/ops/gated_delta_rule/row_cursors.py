@@ -45,6 +45,9 @@ def verify_rows(
     use_qk_l2norm: bool = True,
     beta_scale: float = 1.0,
     out: Tensor | None = None,
+    has_token_decay: bool = False,
+    padding: int = -1,
+    zeroes_padding: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Run `verify` on T rows of each request, with cursors of the batch rows; cursors stay.
@@ -62,20 +65,24 @@ def verify_rows(
         A_log: [HV], any of these dtypes; in.
         dt_bias: [HV], any of these dtypes; in.
         state: checkpoints, [S, HV, V, K], any of these dtypes; last stride 1; in-out.
-        ring_k: normalised keys, [S, H, R, K]; last stride 1; in-out.
+        ring_k: normalised keys, [S, H, R, K]; R is a power of two, or any number where there is no
+            `ring_start`; last stride 1; in-out.
         ring_u: corrected values, [S, HV, R, V]; last stride 1; in-out.
         ring_cum_log_decay: log-decay since the checkpoint, [S, HV, R], fp32 or fp64; in-out.
         history_len: live ring rows of each request, [B], int32; in.
         ring_start: first live ring row of each request, [B], int32; None: row 0; in.
-        slots: slot of each request, negative = padding, no slot twice, [B], int32; None: request b
-            has slot b; in.
+        slots: slot of each request, padding if at most `padding`, no slot twice, [B], int32; None:
+            request b has slot b; in.
         max_window: most live rows (W).
         fold_threshold: fewest live rows of a request that folds; None: nobody folds.
         scale: factor of the outputs; None is K^-0.5.
         use_qk_l2norm: whether q and k are first scaled to length one per head.
         beta_scale: 2 lets the state have negative eigenvalues.
         out: where to write, [B, T, HV, V], any of these dtypes; rows of padding keep what they
-            hold; out.
+            hold, or become zero; out.
+        has_token_decay: whether `ring_cum_log_decay` holds the log-decay of each token alone.
+        padding: largest number that is no slot, at least -1.
+        zeroes_padding: whether rows of padding of a given `out` become zero.
         backend: "auto", "cuda", "triton" or "reference".
 
     Returns:
@@ -95,13 +102,15 @@ def verify_rows(
     if out is None:
         is_given, target = False, v.new_empty(v.shape) if isinstance(v, Tensor) else v
     else:
-        is_given, target = True, out if _is_packed(out) else out.contiguous()
+        is_given, target = not zeroes_padding, out if _is_packed(out) else out.contiguous()
     _verify_rows(
         Rows(q, k, v, a, b, target),
         Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
         State(state, None),
-        RingView(ring_k, ring_u, ring_cum_log_decay, ring_start, history_len, max_window),
-        FoldingBatch(None, slots, None, _num_tokens(v), fold_threshold, keeps_padding=is_given),
+        RingView(
+            ring_k, ring_u, ring_cum_log_decay, ring_start, history_len, max_window, has_token_decay
+        ),
+        FoldingBatch(None, slots, None, _num_tokens(v), fold_threshold, is_given, padding),
         backend=backend,
     )
     return target if out is None or out is target else out.copy_(target)
@@ -125,13 +134,14 @@ def _as_packed(
 ) -> tuple[Rows, Gates, State, RingView, FoldingBatch]:
     """Return the call as kernels take it: rows one after another, cursors and slots contiguous."""
     A_log, dt_bias, *options = gates
-    *logs, ring_start, history_len, max_window = ring
     cu_seqlens, slots, *others = batch
     return (
         Rows(*[part.flatten(0, 1) for part in rows]),
         Gates(A_log.contiguous(), dt_bias.contiguous(), *options),
         state,
-        RingView(*logs, _contiguous(ring_start), history_len.contiguous(), max_window),
+        ring._replace(
+            ring_start=_contiguous(ring.ring_start), history_len=ring.history_len.contiguous()
+        ),
         FoldingBatch(cu_seqlens, _contiguous(slots), *others),
     )
 
@@ -185,6 +195,7 @@ def _keyed_by_slot(ring: RingView, batch: FoldingBatch) -> tuple[RingView, Foldi
         slots = torch.arange(num_requests, dtype=torch.int32, device=history_len.device)
     if ring_start is None:
         ring_start = torch.zeros_like(history_len)
+    slots, _ = batch._replace(slots=slots).by_request()
     is_live = slots >= 0
     by_slot = history_len.new_zeros((2, num_slots + 1))  # the last one is for padding
     by_slot[:, torch.where(is_live, slots, num_slots)] = torch.stack((ring_start, history_len))
@@ -195,7 +206,9 @@ def _keyed_by_slot(ring: RingView, batch: FoldingBatch) -> tuple[RingView, Foldi
     bounds = torch.arange(num_requests + 1, dtype=torch.int32, device=slots.device)
     return (
         ring._replace(ring_start=starts, history_len=lengths),
-        batch._replace(cu_seqlens=batch.max_rows * bounds, slots=slots, is_fold=is_fold),
+        batch._replace(
+            cu_seqlens=batch.max_rows * bounds, slots=slots, is_fold=is_fold, padding=-1
+        ),
         is_live,
     )
 

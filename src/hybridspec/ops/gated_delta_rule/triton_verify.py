@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hybridspec.ops.gated_delta_rule.triton_fold import load_decays
+
 __all__ = ["verify_kernel"]
 
 
@@ -33,12 +35,13 @@ def load_gates(a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, strides, num_tokens, TOKENS
 
 @triton.jit
 def gates(a, b, A_log, dt_bias, beta_scale, num_tokens):
-    """Cumulative log-decay c_t and write strength beta_t of rows k_1..k_T, q_1..q_T."""
+    """Log-decay g_t, its sum c_t, and write strength beta_t of rows k_1..k_T, q_1..q_T."""
     is_live = (tl.arange(0, a.shape[1])[None, :] + tl.zeros([2, 1], tl.int32)) < num_tokens
-    log_decay = -tl.exp(A_log) * softplus(a + dt_bias)
-    decay = tl.cumsum(tl.where(is_live, log_decay, 0.0), axis=1)
+    log_decay = tl.where(is_live, -tl.exp(A_log) * softplus(a + dt_bias), 0.0)
+    decay = tl.cumsum(log_decay, axis=1)
     beta = tl.where(is_live, beta_scale * tl.sigmoid(b), 0.0)
-    return tl.reshape(decay, [2 * a.shape[1]]), tl.reshape(beta, [2 * a.shape[1]])
+    rows: tl.constexpr = [2 * a.shape[1]]
+    return tl.reshape(log_decay, rows), tl.reshape(decay, rows), tl.reshape(beta, rows)
 
 
 @triton.jit
@@ -93,14 +96,23 @@ def rows_of(cu_seqlens_ptr, request, rows_per_request):
 
 
 @triton.jit
-def folds(is_fold_ptr, fold_threshold, request, history_len):
+def folds(is_fold_ptr, fold_threshold, mark, history_len):
     """Whether a request folds: as it is marked, else by the rows of its window."""
     is_fold = False
     if is_fold_ptr is not None:
-        is_fold = tl.load(is_fold_ptr + request) != 0
+        is_fold = tl.load(is_fold_ptr + mark) != 0
     elif fold_threshold is not None:
         is_fold = history_len >= fold_threshold
     return is_fold
+
+
+@triton.jit
+def is_idle(is_fold_ptr, mark, num_tokens):
+    """Whether a request has no rows and does not fold."""
+    idle = num_tokens <= 0
+    if is_fold_ptr is not None:
+        idle &= tl.load(is_fold_ptr + mark, mask=idle, other=0) == 0
+    return idle
 
 
 @triton.jit
@@ -215,15 +227,15 @@ def verify_kernel(
     state_ptr, ring_k_ptr, ring_u_ptr, ring_decay_ptr,
     # output [N, HV, V]
     out_ptr,
-    # metadata: cursors [S] (BY_ROW: [B]); cu_seqlens [B + 1]; slots, is_fold [B]
+    # metadata: cursors [S] (BY_ROW: [B]); cu_seqlens [B + 1]; slots [B]; is_fold [B] or [S]
     # None: ring_start 0; T rows each; slot b; nobody folds, or windows of at least fold_threshold
     ring_start_ptr, history_len_ptr, cu_seqlens_ptr, slots_ptr, is_fold_ptr,
-    fold_threshold, rows_per_request, num_rows, num_requests, scale, beta_scale,
-    # strides of all dimensions but the last, which are 1; gates: those of a and b
-    q_strides, k_strides, v_strides, gate_strides,
+    fold_threshold, rows_per_request, num_rows, num_requests, scale, beta_scale, padding,
+    # stride of slots; of all dimensions but the last, which are 1; gates: those of a and b
+    slot_stride, q_strides, k_strides, v_strides, gate_strides,
     state_strides, ring_k_strides, ring_u_strides, ring_decay_strides, out_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    RING: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, FOLD_BY_SLOT: tl.constexpr,
+    RING: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, TOKEN_DECAY: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_OUT: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, ZERO_PADDING: tl.constexpr,
     ACT_OPERAND: tl.constexpr, STATE_OPERAND: tl.constexpr, RING_OPERAND: tl.constexpr,
@@ -245,13 +257,14 @@ def verify_kernel(
         store_zero_rows(
             out_ptr, rows_end, num_rows, num_requests, out_strides[0], split_offs, split_mask
         )
-    slot = load_or(slots_ptr, request, request).to(tl.int64)
+    slot = load_or(slots_ptr, request * slot_stride, request).to(tl.int64)
     out_ptr += first * out_strides[0]
-    if slot < 0:
+    if slot <= padding:
         if ZERO_PADDING:
             store_zero_rows(out_ptr, 0, num_tokens, 1, out_strides[0], split_offs, split_mask)
         return
-    if num_tokens <= 0:
+    mark = slot if FOLD_BY_SLOT else request
+    if is_idle(is_fold_ptr, mark, num_tokens):
         return
 
     rows = tl.arange(0, 2 * TOKENS)
@@ -276,17 +289,16 @@ def verify_kernel(
     k = load_columns(k_ptr + row_token * k_strides[0], k_rows, BLOCK_K, PARTS)
     q = load_columns(q_ptr + row_token * q_strides[0], q_rows, BLOCK_K, PARTS)
     k_hist = load_columns(ring_k_ptr + window_rows * ring_k_strides[2], window_live, BLOCK_K, PARTS)
-    decay_hist = tl.load(ring_decay_ptr + window_rows, mask=window_live, other=0.0)
-    last_row = (ring_start + history_len - 1) & (RING - 1)
-    decay_end = tl.load(ring_decay_ptr + last_row, mask=history_len > 0, other=0.0)
+    decays = load_decays(ring_decay_ptr, ring_start, history_len, WINDOW, RING, TOKEN_DECAY)
+    decay_hist, decay_end = decays
     a, b, A_log, dt_bias = load_gates(
         a_ptr + first * gate_strides[0] + hv, b_ptr + first * gate_strides[1] + hv,
         A_log_ptr + hv, dt_bias_ptr + hv, gate_strides, num_tokens, TOKENS,
     )  # fmt: skip
-    is_fold = folds(is_fold_ptr, fold_threshold, request, history_len)
+    is_fold = folds(is_fold_ptr, fold_threshold, mark, history_len)
     prefetch(state_ptr, split * (TILES * BLOCK_V), state_strides[2], K, PREFETCH)
 
-    decay, beta = gates(a, b, A_log, dt_bias, beta_scale, num_tokens)
+    log_decay, decay, beta = gates(a, b, A_log, dt_bias, beta_scale, num_tokens)
     x = stack(k, q, row_is_q, ACT_OPERAND)
     inverse, gamma, row_norm = solve(x, decay, beta, scale, num_tokens, PRECISION, USE_L2NORM)
     coeff = (inverse * gamma[None, :]).to(ACT_OPERAND)
@@ -296,8 +308,8 @@ def verify_kernel(
     v_coeff = tl.where(rows[None, :] < TOKENS, inverse * beta[None, :], 0.0).to(ACT_OPERAND)
     window_decay = tl.exp(decay_end)
     if split == 0:
-        append_decay = decay + tl.where(is_fold, 0.0, decay_end)
-        tl.store(ring_decay_ptr + append_rows, append_decay, mask=k_rows)
+        since = decay + tl.where(is_fold, 0.0, decay_end)
+        tl.store(ring_decay_ptr + append_rows, log_decay if TOKEN_DECAY else since, mask=k_rows)
         if hv % (HV // H) == 0:  # one program per key head appends its rows
             append_keys(ring_k_ptr + append_rows * ring_k_strides[2], x, row_norm, k_rows, BLOCK_K)
 

@@ -227,8 +227,10 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
 
     uint32 first = work.request * p.rows_per_request;
     int num_tokens = p.rows_per_request;
-    const int slot_or_none = p.slots ? p.slots[work.request] : work.request;
-    const bool is_marked = p.is_fold && p.is_fold[work.request] != 0;
+    const int slot_or_none = p.slots ? p.slots[work.request * p.slot_stride] : work.request;
+    const bool is_padding = slot_or_none <= p.padding;
+    const uint32 mark = p.fold_by_slot ? (is_padding ? 0 : slot_or_none) : work.request;
+    const bool is_marked = p.is_fold && p.is_fold[mark] != 0;
     const bool may_fold = p.is_fold ? is_marked : p.fold_threshold != NEVER;  // known before the window's length
     uint16* out = p.out + offset(work.hv, p.out_stride_h) + work.value_first;
     if (p.cu_seqlens) {
@@ -237,11 +239,11 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
         const uint32 rows_end = p.cu_seqlens[p.num_requests];
         if (rows_end < p.num_rows) zero_rows(p, out, rows_end + work.request, p.num_rows, p.num_requests);
     }
-    if (slot_or_none < 0) {
+    if (is_padding) {
         if (p.zero_padding) zero_rows(p, out, first, first + num_tokens, 1);
         return;
     }
-    if (num_tokens <= 0) return;
+    if (num_tokens <= 0 && !is_marked) return;
 
     const Request request(p, work, slot_or_none, first, num_tokens);
     const Shared shared;

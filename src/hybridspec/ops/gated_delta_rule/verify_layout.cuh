@@ -15,7 +15,8 @@
 // (Bf16, Fp16 or Fp32), HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, STATE_STRIDE (bytes between state
 // rows), SCALE_GROUP (columns of a factor of an 8-bit state), MOST_TOKENS (4 or 8), MOST_WINDOW, NEVER
 // (a fold_threshold), SPLITS, WARPS, SHARED_BYTES (of a warp), BLOCKS_PER_MULTIPROCESSOR, EVICT_FIRST
-// (whether states that are only read leave the cache early).
+// (whether states that are only read leave the cache early), TOKEN_DECAY (whether the ring has decays
+// of tokens, not their sums).
 #pragma once
 
 #include "primitives.cuh"
@@ -40,7 +41,7 @@ struct Params {
     uint16* out;                      // [N, HV, V]
     const int *ring_start, *history_len;  // [S], or [B] if cursors are by row; no ring_start: 0
     const int *cu_seqlens, *slots;    // [B + 1], [B]; none: equally many rows each, slot b
-    const signed char* is_fold;       // [B]; none: windows of at least fold_threshold rows fold
+    const signed char* is_fold;       // [B], or [S] if by slot; none: windows of at least fold_threshold rows fold
     uint32 q_stride_n, q_stride_h, k_stride_n, k_stride_h, v_stride_n, v_stride_h;
     uint32 a_stride_n, b_stride_n, out_stride_n, out_stride_h;
     uint32 state_stride_s, state_stride_h, scale_stride_s, scale_stride_h;  // bytes
@@ -49,6 +50,7 @@ struct Params {
     uint32 decay_stride_s, decay_stride_h;
     uint32 num_requests, num_rows, rows_per_request, ring_capacity;
     int fold_threshold, cursors_by_row, zero_padding, use_l2norm;
+    int padding, slot_stride, fold_by_slot;  // slots up to `padding` are none
     float scale, beta_scale;
 };
 
@@ -73,13 +75,13 @@ struct Work {
 struct Request {
     uint32 slot, history, start, ring_mask;
     int num_tokens;
-    uint32 token;  // the lane's row of q, k, v, a, b and out: that of token_of(g), or the last one
+    uint32 token;  // the lane's row of q, k, v, a, b and out: that of token_of(g), the last one, or any
     DEVICE Request(const Params& p, const Work& work, uint32 slot, uint32 first, int num_tokens)
         : slot(slot), num_tokens(num_tokens) {
         const uint32 cursor = p.cursors_by_row ? work.request : slot;
         history = p.history_len[cursor], start = p.ring_start ? p.ring_start[cursor] : 0;
         ring_mask = p.ring_capacity - 1;
-        token = first + (has(work.g) ? token_of(work.g) : num_tokens - 1);
+        token = num_tokens > 0 ? first + (has(work.g) ? token_of(work.g) : num_tokens - 1) : 0;
     }
     DEVICE bool has(uint32 g) const { return int(token_of(g)) < num_tokens; }
     DEVICE uint32 ring_row(uint32 index) const { return (start + index) & ring_mask; }

@@ -32,7 +32,7 @@ struct Products {
 };
 
 struct Gates {
-    float decay, beta;  // c_t and beta_t of token_of(g)
+    float decay, beta, log_decay;  // c_t, beta_t and g_t of token_of(g)
 };
 
 // log(1 + e^x), by series where e^-|x| would vanish beside 1.
@@ -44,14 +44,37 @@ DEVICE float softplus(float x) {
 
 DEVICE Gates gates(const Params& p, const Work& work, const Request& request, const Asked& asked) {
     const bool live = request.has(work.g);
-    float decay = live ? -exponential(asked.A_log) * softplus(asked.a + asked.dt_bias) : 0;
+    const float log_decay = live ? -exponential(asked.A_log) * softplus(asked.a + asked.dt_bias) : 0;
+    float decay = log_decay;
     const float beta = live ? p.beta_scale * reciprocal(1 + exponential(-asked.b)) : 0;
     UNROLL
     for (uint32 distance = 1; distance < MOST_TOKENS; distance *= 2) {
         const float below = from_lane_below(decay, 4 * distance);
         decay += token_of(work.g) >= distance ? below : 0;
     }
-    return {decay, beta};
+    return {decay, beta, log_decay};
+}
+
+// Make sums of decays of tokens, from the first live row on; dead rows add nothing, whatever they hold.
+DEVICE void accumulate(Asked& asked, const Work& work, const Request& request) {
+    float total = 0;
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+        float(&decays)[2] = asked.window_decays[half];
+        UNROLL
+        for (int i = 0; i < 2; ++i) decays[i] = 2 * work.t + i + 8 * half < request.history ? decays[i] : 0;
+        decays[1] += decays[0];
+        float sum = decays[1];
+        UNROLL
+        for (uint32 distance = 1; distance < 4; distance *= 2) {
+            const float below = from_lane_below(sum, distance);
+            sum += work.t >= distance ? below : 0;
+        }
+        const float below = from_lane_below(sum, 1), before = total + (work.t ? below : 0);
+        decays[0] += before, decays[1] += before;
+        total += from_lane(sum, 4 * work.g + 3);
+    }
+    asked.last_decay = total;
 }
 
 // Products of rows of X with keys 2t and 2t + 1 of this step, and with those of the window.
@@ -189,8 +212,9 @@ DEVICE void solve(Solved& solved, Asked& asked, const Params& p, const Work& wor
 
     const Gates of = gates(p, work, request, asked);
     substitute(solved.couplings, of, products.dots, g, work.t);
+    if (TOKEN_DECAY) accumulate(asked, work, request);
     const float window_end = request.history ? asked.last_decay : 0;
     coefficients(solved, work, request, asked, products, of, window_end);
     if (request.has(g) && g < MOST_TOKENS && work.t == 0 && work.value_first == 0)
-        pools.ring_decay[solved.append_row] = of.decay + (is_fold ? 0 : window_end);
+        pools.ring_decay[solved.append_row] = TOKEN_DECAY ? of.log_decay : of.decay + (is_fold ? 0 : window_end);
 }

@@ -45,6 +45,8 @@ class Window(NamedTuple):
         k = _live_rows(ring.k, slots, starts, lengths, dtype)
         u = _live_rows(ring.u, slots, starts, lengths, dtype)
         cum = _live_rows(ring.cum_log_decay, slots, starts, lengths, dtype)
+        if ring.has_token_decay:
+            cum = cum.cumsum(1)
         if min(lengths) == max(lengths) > 0:
             return cls(k, u, cum, cum[:, -1:])
         total = cum.new_zeros((cum.shape[0], 1))

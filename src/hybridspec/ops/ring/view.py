@@ -42,6 +42,8 @@ class RingView(NamedTuple):
             None for windows that begin at row 0.
         history_len: [S], int32, contiguous; or [B] likewise.
         max_window: most live rows (W); R >= W + T.
+        has_token_decay: whether cum_log_decay holds the log-decay of each token alone instead, as
+            vLLM's rings do.
     """
 
     k: Written[Tensor]
@@ -50,6 +52,7 @@ class RingView(NamedTuple):
     ring_start: Tensor | None
     history_len: Tensor
     max_window: int = 16
+    has_token_decay: bool = False
 
 
 class Windows(NamedTuple):
@@ -80,9 +83,7 @@ class Marks(NamedTuple):
 
 def ring_tensors(ring: RingView) -> dict[str, Tensor | None]:
     """Name the tensors of a ring as messages do."""
-    tensors = ring._asdict()
-    del tensors["max_window"]
-    return {f"ring.{name}": tensor for name, tensor in tensors.items()}
+    return {f"ring.{name}": getattr(ring, name) for name in ring._fields[:5]}
 
 
 def check_ring_shapes(ring: RingView, dims: Dims, cursors: str = "S") -> None:
@@ -115,12 +116,15 @@ def check_ring(ring: RingView, cursors: str = "S") -> None:
             if cursors == "S":
                 check_last_stride(f"ring.{name}", cursor)
     check_option("ring.max_window", ring.max_window, int)
+    check_option("ring.has_token_decay", ring.has_token_decay, bool)
     capacity = ring.k.shape[2]
-    if capacity & (capacity - 1):
+    is_flat = ring.ring_start is None  # windows begin at row 0, and nothing wraps around
+    if capacity & (capacity - 1) and not is_flat:
         raise ValueError(f"ring.k: expected a power of two as ring capacity, got {capacity}")
-    if not 0 < ring.max_window < capacity:
+    most = capacity if is_flat else capacity - 1
+    if not 0 < ring.max_window <= most:
         raise ValueError(
-            f"ring.max_window: expected 1..{capacity - 1} (the ring has {capacity} rows), "
+            f"ring.max_window: expected 1..{most} (the ring has {capacity} rows), "
             f"got {ring.max_window}"
         )
 
