@@ -77,11 +77,21 @@ class Runner:
         Returns:
             False if the space for its options is taken, so that it has to wait.
         """
-        decoder, pools, slot = self.decoder, self.decoder.pools, request.slot
+        slot = request.slot
         assert slot is not None
         self.fit_tables()
         if not self.decoder.sampling.write(slot, request.options, prompt=request.prompt_token_ids):
             return False
+        try:
+            self._write_request(slot, request)
+        except BaseException:
+            self.release(slot)
+            raise
+        return True
+
+    def _write_request(self, slot: int, request: Request) -> None:
+        """Write a request's prompt and limits."""
+        decoder, pools = self.decoder, self.decoder.pools
         requests, size = decoder.requests, pools.page_size
         prompt = torch.tensor(request.prompt_token_ids, dtype=torch.int32)
         pages = pools.page_table[slot, : -(-len(prompt) // size)].long()
@@ -94,14 +104,14 @@ class Runner:
         requests.last_position[slot] = len(prompt) + request.limit - 1
         requests.num_drafts[slot] = 0
         requests.is_done[slot] = 0
-        return True
 
     def fit_tables(self) -> None:
         """Give the tables as many slots as the pools have, which grow and shrink on a CPU."""
         decoder, num_slots = self.decoder, self.decoder.pools.num_slots
         if decoder.requests.num_slots != num_slots:
-            decoder.requests = decoder.requests.resized(num_slots)
             decoder.sampling.resize(num_slots)
+            # Last, so that both are tried again where one does not fit the memory.
+            decoder.requests = decoder.requests.resized(num_slots)
 
     def release(self, slot: int) -> None:
         """Give back the space that `admit` took."""
