@@ -136,8 +136,9 @@ class Runner:
         """Give the tables as many slots as the pools have, which grow and shrink on a CPU."""
         decoder, num_slots = self.decoder, self.decoder.pools.num_slots
         if decoder.requests.num_slots != num_slots:
-            decoder.requests = decoder.requests.resized(num_slots)
             decoder.sampling.resize(num_slots)
+            # Last, so that both are tried again where one does not fit the memory.
+            decoder.requests = decoder.requests.resized(num_slots)
 
     def release(self, slot: int) -> None:
         """Give back the space that `admit` took."""

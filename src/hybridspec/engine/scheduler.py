@@ -12,7 +12,6 @@ from collections import deque
 
 from hybridspec.engine.request import Request
 from hybridspec.engine.runner import Runner
-from hybridspec.errors import CapacityError
 from hybridspec.runtime import Allocator
 
 __all__ = ["Scheduler"]
@@ -49,7 +48,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def admit(self) -> None:
-        """Move waiting requests to prefill, in order, as long as they fit; drop what never will."""
+        """Move waiting requests to prefill, in order, as long as they fit; drop what cannot."""
         self._give_slots()
         # One whose caller has gone meanwhile has no slot any more.
         new = [(one, slot) for one in self._unwritten if (slot := one.slot) is not None]
@@ -60,24 +59,33 @@ class Scheduler:
 
     def _give_slots(self) -> None:
         while self.waiting:
+            request = self.waiting[0]
             try:
-                slot = self.allocator.acquire(self.waiting[0].max_tokens_in_logs)
-            except CapacityError as error:  # its caller is told; whoever runs this step is not
-                request = self.waiting.popleft()
+                if not self._place(request):
+                    return
+            except Exception as error:  # its caller is told; whoever runs this step is not
+                self.waiting.popleft()
                 request.finish_reason, request.failure = "abort", error
                 continue
-            if slot is None:
-                return
-            request = self.waiting[0]
-            request.slot, request.admission = slot, next(self._admissions)
-            if not self.runner.admit(request):
-                request.slot = None
-                self.allocator.release(slot)
-                return
             self.waiting.popleft()
             request.admitted_at = time.perf_counter()
             self.prefilling.append(request)
             self._unwritten.append(request)
+
+    def _place(self, request: Request) -> bool:
+        """Give a request its room, and say whether there is any; an error leaves none taken."""
+        slot = self.allocator.acquire(request.max_tokens_in_logs)
+        if slot is None:
+            return False
+        request.slot, request.admission = slot, next(self._admissions)
+        has_room = False
+        try:
+            has_room = self.runner.admit(request)
+        finally:
+            if not has_room:
+                request.slot = None
+                self.allocator.release(slot)
+        return has_room
 
     def prefill_chunks(self) -> list[tuple[Request, int]]:
         """The requests whose prompts go on now, and how many rows of each.

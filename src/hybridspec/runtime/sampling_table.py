@@ -156,12 +156,16 @@ class SamplingPool:
         """
         if slot in self._held:
             raise ValueError(f"slot: expected one that holds nothing, got {slot}")
-        held = self._take(options)
-        if held is None:
-            return False
-        self._held[slot] = held
-        self._upload(slot, options, held, prompt, output)
-        return True
+        pieces: dict[str, tuple[int, int]] = {}
+        try:
+            held = self._take(options, pieces)
+            if held is not None:
+                self._upload(slot, options, held, prompt, output)
+                self._held[slot] = held
+        finally:
+            if slot not in self._held:
+                self._give(pieces)
+        return held is not None
 
     def release(self, slot: int) -> None:
         """Take back what a slot has; its data stays until the next `write`."""
@@ -219,9 +223,9 @@ class SamplingPool:
         start = pool.take(size)
         if start is None and self._grows:
             more = max(pool.size, size)
-            pool.grow(pool.size + more)
             tensors = {key: getattr(self.table, key) for key in _TENSORS_OF_POOL[name]}
             self._append({k: t.new_zeros((more, *t.shape[1:])) for k, t in tensors.items()})
+            pool.grow(pool.size + more)  # last: an allocation may fail
             start = pool.take(size)
         return start
 
@@ -233,7 +237,8 @@ class SamplingPool:
         """Whether a pool, empty, has room for so much."""
         return self._grows or size <= self._pools[name].size
 
-    def _take(self, options: SlotOptions) -> _Held | None:
+    def _take(self, options: SlotOptions, pieces: dict[str, tuple[int, int]]) -> _Held | None:
+        """Note in `pieces` what is taken; None if there is no room for all of it."""
         words = [word for word in options.bad_words if len(word) > 1]
         sizes = {
             "rows": int(options.has_penalties),
@@ -249,13 +254,11 @@ class SamplingPool:
             dense_bias = torch.zeros(self.vocab_size, dtype=torch.float32)
             values = torch.tensor(list(options.bias.values()), dtype=torch.float32)
             dense_bias[list(options.bias)] = values
-        pieces: dict[str, tuple[int, int]] = {}
         for name, size in sizes.items():
             if not size:
                 continue
             start = self._room(name, size)
             if start is None:
-                self._give(pieces)
                 return None
             pieces[name] = (start, size)
         kept = set(map(tuple, words))
