@@ -111,7 +111,7 @@ def test_memory_is_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, total))
     gc.collect()
     before = torch.cuda.memory_allocated()
-    llm = LLM("bundled", **DEVICE, memory_fraction=0.2)
+    llm = LLM("bundled", **DEVICE, memory_fraction=0.2, enforce_eager=True)  # graphs come on top
     taken = torch.cuda.memory_allocated() - before
     assert 128 << 20 < taken < 288 << 20  # weights are 7 MiB of it
     tokens(llm, GREEDY)

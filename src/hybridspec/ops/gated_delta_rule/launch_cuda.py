@@ -171,6 +171,7 @@ def _defines(
     gates: Gates,
     state: Tensor,
     has_token_decay: bool,
+    has_blocks: bool,
     max_rows: int,
     config: CudaConfig,
     warp_bytes: int,
@@ -196,6 +197,7 @@ def _defines(
         "SHARED_BYTES": warp_bytes,
         "BLOCKS_PER_MULTIPROCESSOR": config.blocks,
         "EVICT_FIRST": int(config.evict_first),
+        "BY_BLOCK": int(has_blocks),
         "TOKEN_DECAY": int(has_token_decay),
     }
 
@@ -231,9 +233,12 @@ def prepare(
     num_heads = num_requests * checkpoints.shape[1]
     config = choose_config(num_heads, checkpoints.shape[2], checkpoints.dtype)
     warp_bytes = _warp_bytes(checkpoints, config)
+    is_strided = batch.slots is not None and batch.slots.stride(0) != 1
+    has_blocks = is_strided or batch.is_fold_by_slot or batch.padding != -1
     defines = _defines(
-        rows, gates, checkpoints, ring.has_token_decay, batch.max_rows, config, warp_bytes
-    )
+        rows, gates, checkpoints, ring.has_token_decay, has_blocks, batch.max_rows, config,
+        warp_bytes,
+    )  # fmt: skip
     num_blocks = -(-num_heads * config.splits // config.warps)
     constants = bytes(_constants(rows, gates, state, ring, batch))
     constants = constants.ljust(ctypes.sizeof(Params) - _PACKED.size, b"\0")

@@ -227,9 +227,10 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
 
     uint32 first = work.request * p.rows_per_request;
     int num_tokens = p.rows_per_request;
-    const int slot_or_none = p.slots ? p.slots[work.request * p.slot_stride] : work.request;
-    const bool is_padding = slot_or_none <= p.padding;
-    const uint32 mark = p.fold_by_slot ? (is_padding ? 0 : slot_or_none) : work.request;
+    const int slot_or_none = p.slots ? p.slots[work.request * (BY_BLOCK ? p.slot_stride : 1)] : work.request;
+    const bool is_padding = slot_or_none <= (BY_BLOCK ? p.padding : -1);
+    // A mark by slot waits for the slot's number; one by request does not.
+    const uint32 mark = BY_BLOCK && p.fold_by_slot ? (is_padding ? 0 : slot_or_none) : work.request;
     const bool is_marked = p.is_fold && p.is_fold[mark] != 0;
     const bool may_fold = p.is_fold ? is_marked : p.fold_threshold != NEVER;  // known before the window's length
     uint16* out = p.out + offset(work.hv, p.out_stride_h) + work.value_first;

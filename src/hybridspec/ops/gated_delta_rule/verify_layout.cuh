@@ -15,7 +15,8 @@
 // (Bf16, Fp16 or Fp32), HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, STATE_STRIDE (bytes between state
 // rows), SCALE_GROUP (columns of a factor of an 8-bit state), MOST_TOKENS (4 or 8), MOST_WINDOW, NEVER
 // (a fold_threshold), SPLITS, WARPS, SHARED_BYTES (of a warp), BLOCKS_PER_MULTIPROCESSOR, EVICT_FIRST
-// (whether states that are only read leave the cache early), TOKEN_DECAY (whether the ring has decays
+// (whether states that are only read leave the cache early), BY_BLOCK (whether slots may be a strided
+// column, marks be by slot and other numbers than -1 be padding), TOKEN_DECAY (whether the ring has decays
 // of tokens, not their sums).
 #pragma once
 
