@@ -62,8 +62,7 @@ class LLM:
             round the state at different tokens.
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: most tokens of a request, prompt included; None is the model's limit.
-        memory_fraction: share of the GPU's memory for weights and pools (captured graphs, about
-            1 GiB, come on top); pools on CPU grow with use.
+        memory_fraction: share of a GPU for weights and pools; captured graphs, 1 GiB, come on top.
         kv_layout: "paged" hands keys and values out in pages as requests need them; "contiguous"
             gives each slot one page of max_model_len tokens, as FlashAttention-3 wants it.
         attention_backend: what attends in verify steps: "triton", "fa3" (needs fa3-fwd, a Hopper
