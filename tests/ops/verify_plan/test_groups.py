@@ -72,3 +72,14 @@ def test_wrong_calls() -> None:
         copy_page_table(table, table[:, :2], rows)
     with pytest.raises(ValueError, match="requests: expected shape"):
         copy_page_table(table, table, rows[:2])
+
+
+def test_compiles_as_one_graph() -> None:
+    def compact(requests: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+        entries = compact_groups(requests, requests + 5, marks, num_entries=4, hold_request=9)
+        return torch.stack(list(entries))
+
+    compiled = torch.compile(compact, fullgraph=True, backend="aot_eager")
+    requests, marks = torch.arange(6), torch.tensor([0, 2, 0, 0, 3, 1])
+    with torch.no_grad():
+        assert torch.equal(compiled(requests, marks), compact(requests, marks))

@@ -214,6 +214,8 @@ def compact_groups(
     """Entry i of `out` = (mark, seq_len, request) of the i-th group end; see entries.py."""
     num_entries = out.request.shape[0]
     is_end = marks > 0
+    if not marks.is_cuda and (num_groups := int(is_end.sum())) > num_entries:
+        raise ValueError(f"num_entries: expected room for {num_groups} groups, got {num_entries}")
     # Rows that end no group, and groups without an entry, go to one entry more, which is cut off.
     entry = torch.where(is_end, is_end.cumsum(0) - 1, num_entries).clamp(max=num_entries)
     for tensor, values, hold in zip(

@@ -49,10 +49,6 @@ def compact_groups(
         check_dtype(name, tensor, *INTEGERS)
     if num_entries < 0:
         raise ValueError(f"num_entries: expected at least 0, got {num_entries}")
-    if not marks.is_cuda and int((marks > 0).sum()) > num_entries:
-        raise ValueError(
-            f"num_entries: expected room for {int((marks > 0).sum())} groups, got {num_entries}"
-        )
     columns = [part.contiguous() for part in (requests, seq_len, marks)]
     out = Entries(*marks.new_empty(3, num_entries, dtype=torch.int32))
     _compact_groups(*columns, hold_request, out, backend=backend)
