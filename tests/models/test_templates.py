@@ -43,6 +43,9 @@ INVALID = {
     "a number of many digits": "{{ 10 ** 10000 }}",
     "surrogate": "{% \ud800 %}",
     "zero byte": "{% \0 %}",
+    "else twice": "{% if a %}{% else %}{% else %}{% endif %}",
+    "a loop over nothing": "{% for %}{% endfor %}",
+    "a filter without a name": "{{ 1 | }}",
 }
 # What fails when it runs, and what it says.
 FAILING = {
@@ -67,6 +70,8 @@ FAILING = {
     "a range": ("{{ range(10 ** 12)|list }}", "Range too big"),
     "a prompt": ("{% for i in range(40) %}{{ 'a' * 1000000 }}{% endfor %}", "more than 16777216"),
     "a division": ("{{ 1 // 0 }}", "zero"),
+    "a remainder": ("{{ 1 % 0 }}", "zero"),
+    "a sum of kinds": ("{{ 1 + 'a' }}", ""),
     "undefined": ("{{ x.y }}", "undefined"),
     "attributes": ("{{ ''.__class__.__mro__ }}", "unsafe"),
     "changes": ("{{ messages.append(3) }}", "unsafe"),
