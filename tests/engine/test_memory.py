@@ -190,8 +190,8 @@ def test_growing_that_fails_changes_nothing(
         patch.setattr(pools_module, "_resized", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
             llm.generate(prompt_token_ids=prompts, sampling_params=PARAMS)
-    pools = llm._engine.pools  # one request was told; those behind it grew them
-    assert {tensor.shape[0] for tensor in pools.slot_tensors()} == {pools.num_slots}
+    pools = llm._engine.pools
+    assert {tensor.shape[0] for tensor in pools.slot_tensors()} == {pools.num_slots} == {1}
     got += [token for step in running for token in step.token_ids]
     assert got == expected[0]
     assert tokens_of(llm, prompts) == expected
