@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,6 @@ class StepGraphs:
         *,
         asks: Asks,
         verify_rows: int | None,
-        on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.decoder = decoder
         self.sizes = list(sizes)
@@ -65,10 +64,8 @@ class StepGraphs:
         pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, _Captured] = {}
         # The largest first: the smaller ones find room in what it has left.
-        for done, size in enumerate(sorted(sizes, reverse=True)):
+        for size in sorted(sizes, reverse=True):
             self._graphs[size] = self._capture(size, pool, asks)
-            if on_progress is not None:
-                on_progress(done + 1, len(sizes))
         self.nbytes = free - torch.cuda.mem_get_info(device)[0]
         _log.info("graphs: %d sizes, %d MiB", len(sizes), self.nbytes >> 20)
 
@@ -98,14 +95,9 @@ class StepGraphs:
         captured.graph.replay()
         return captured.outcome
 
-    def num_rows(self, size: int) -> int:
-        """Rows of a step of this size."""
-        rows = size * (self.decoder.requests.most_drafts + 1)
-        return rows if self.verify_rows is None else min(rows, max(self.verify_rows, size))
-
     def _capture(self, size: int, pool: Any, asks: Asks) -> _Captured:
         decoder, device = self.decoder, self.decoder.pools.device
-        num_rows = self.num_rows(size)
+        num_rows = decoder.most_rows(size, self.verify_rows)
         lanes = torch.full((size,), -1, dtype=torch.int32, device=device)
         step = Step.create(
             max_requests=size,

@@ -232,11 +232,9 @@ class Runner:
         if slots != self._lanes[0]:
             self._lanes = (slots, self._upload(slots))
         lanes = self._lanes[1]
-        num_rows = count * (decoder.requests.most_drafts + 1)
+        num_rows = decoder.most_rows(count, self.verify_rows)
         if not lanes.is_cuda:  # a device keeps its shapes; here dead rows cost time
-            num_rows = count + int(decoder.requests.num_drafts[lanes].sum())
-        if self.verify_rows is not None:
-            num_rows = min(num_rows, max(self.verify_rows, count))
+            num_rows = min(num_rows, count + int(decoder.requests.num_drafts[lanes].sum()))
         step = self._step(count, num_rows)
         return decode_step(decoder, lanes, step, num_rows=num_rows, asks=asks)
 

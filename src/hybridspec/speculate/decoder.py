@@ -104,6 +104,16 @@ class Decoder:
         pages = pools.page_table[slot, : -(-length // pools.page_size)].long()
         return pools.token_pages[pages].flatten()[:length].tolist()
 
+    def most_rows(self, count: int, verify_rows: int | None) -> int:
+        """Return the most rows that a step of `count` requests verifies.
+
+        Args:
+            count: requests of the step; each has at least its newest token.
+            verify_rows: budget of a step; None: room for all drafts.
+        """
+        rows = count * (self.requests.most_drafts + 1)
+        return rows if verify_rows is None else min(rows, max(verify_rows, count))
+
     def log(self, seq_len: Tensor) -> TokenLog:
         """Return the token log with its newest tokens at these positions, [S] int32."""
         pools = self.pools
