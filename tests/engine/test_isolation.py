@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from helpers.tiny_checkpoints import TinyCheckpoint
+from helpers.torch_globals import GLOBALS
 from hybridspec import LLM, SamplingParams
 
 PROMPTS = [[5, 17, 9], [3, 1, 4] * 9]
@@ -31,35 +30,6 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=3, max_tokens=20, **OPTIONS),
     SamplingParams(temperature=0, max_tokens=20),
 ]
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def default_device() -> Iterator[None]:
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-GLOBALS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
-    "dtype float64": lambda: default_dtype(torch.float64),
-    "dtype bfloat16": lambda: default_dtype(torch.bfloat16),
-    "device": default_device,
-    "device for a while": lambda: torch.device("meta"),
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "gradients": torch.enable_grad,
-}
 
 
 def tokens(llm: LLM) -> list[list[int]]:

@@ -35,6 +35,7 @@ GLOBALS: dict[str, Any] = {
     "bf16": lambda: default_dtype(torch.bfloat16),
     "fp16": lambda: default_dtype(torch.float16),
     "device": lambda: default_device("meta"),
+    "device for a while": lambda: torch.device("meta"),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "autocast fp16": lambda: torch.autocast("cpu", torch.float16),
     "gradients": torch.enable_grad,
