@@ -1,4 +1,4 @@
-"""The command line: `hybridspec generate`, `compare`, `info`, `serve` and `bench-serve`.
+"""The command line: `hybridspec generate`, `compare`, `info`, `doctor`, `serve`, `bench-serve`.
 
 Whatever a user can get wrong ends as one line on standard error and exit status 2.
 """
@@ -29,9 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program's name; None takes those of the process.
 
     Returns:
-        Exit status: 0; 1 where `compare` finds a difference; 2 for a wrong call or an unsuitable
-        model, told in one line on standard error; 130 after Ctrl-C; 141 where the reader of
-        standard output went away.
+        Exit status: 0; 1 where `compare` finds a difference, or `doctor` that models cannot run; 2
+        for a wrong call or an unsuitable model, told in one line on standard error; 130 after
+        Ctrl-C; 141 where the reader of standard output went away.
     """
     try:
         _prepare_streams()

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hybridspec.bundled import PROMPT_KINDS
-from hybridspec.cli.parser import NUM_PROMPTS, SAMPLING, build_parser, flag_of
+from hybridspec.cli.engine_flags import flag_of
+from hybridspec.cli.parser import NUM_PROMPTS, SAMPLING, WITHOUT_MODEL, build_parser
 from hybridspec.cli.usage import UsageError, usage_errors
 from hybridspec.config import EngineConfig, SamplingParams
 
@@ -32,7 +33,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
             raise UsageError(f"{flag_of(name)}: expected a positive number, got {value}")
-    if arguments.command == "bench-serve":
+    if arguments.command in WITHOUT_MODEL:
         return arguments
     _refuse_contradictions(arguments)
     _settle_drafts(arguments)

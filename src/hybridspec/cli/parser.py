@@ -9,20 +9,12 @@ from typing import Any, NoReturn
 
 import hybridspec
 from hybridspec.bundled import PROMPT_KINDS
+from hybridspec.cli.engine_flags import add_model_flags, add_speculation_flags, flag_of
 from hybridspec.cli.serve_flags import BENCH_SERVE, SERVE, add_bench_flags, add_serve_flags
 from hybridspec.cli.usage import UsageError
-from hybridspec.config import (
-    ATTENTION_BACKENDS,
-    DRAFTERS,
-    DTYPES,
-    KV_LAYOUTS,
-    MAX_DRAFT_TOKENS,
-    STATE_DTYPES,
-    EngineConfig,
-    SamplingParams,
-)
+from hybridspec.config import SamplingParams
 
-__all__ = ["NUM_PROMPTS", "SAMPLING", "build_parser", "flag_of"]
+__all__ = ["NUM_PROMPTS", "SAMPLING", "WITHOUT_MODEL", "build_parser"]
 
 _DESCRIPTION = """\
 Exact speculative decoding for hybrid language models, in which a rejected
@@ -45,6 +37,12 @@ Show a model's geometry, the backend of each operation and why it was chosen,
 and what a request takes in memory.
 """
 
+_DOCTOR = """\
+Look for what this machine and its packages bring: a line for each thing, what
+it enables, and how to get it where it is missing. Exit status 1 if models
+cannot run here.
+"""
+
 # Type, metavar and help of the flag of each sampling parameter that is a number. Defaults are
 # those of SamplingParams, except where _CLI_DEFAULTS says otherwise.
 SAMPLING: dict[str, tuple[Any, str, str]] = {
@@ -61,6 +59,7 @@ SAMPLING: dict[str, tuple[Any, str, str]] = {
 }
 _CLI_DEFAULTS = {"temperature": 0.0}
 NUM_PROMPTS = 8  # of the package's, in compare
+WITHOUT_MODEL = ("bench-serve", "doctor")  # commands that load none
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,116 +97,6 @@ def _add_prompt(parser: argparse.ArgumentParser) -> None:
         metavar="IDS",
         help="token ids with commas between, for a model without a tokenizer",
     )
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="a Hugging Face model folder, or an id on the hub (default: the bundled model)",
-    )
-    group.add_argument(
-        "--revision", metavar="REV", help="branch, tag or commit of a model on the hub"
-    )
-    group.add_argument(
-        "--tokenizer",
-        metavar="MODEL",
-        help="take tokenizer and chat template from this model (default: the model's own)",
-    )
-    group.add_argument(
-        "--dummy-weights",
-        action="store_true",
-        help="random numbers as weights, to measure a geometry from config.json alone",
-    )
-    _add_engine(group)
-
-
-def _add_engine(group: Any) -> None:
-    """Add how the model runs to the flags that say which one."""
-    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-    for name, what, choices in (
-        ("dtype", "of weights and activations", DTYPES),
-        ("state_dtype", "of the recurrent state", STATE_DTYPES),
-    ):
-        group.add_argument(
-            flag_of(name),
-            choices=choices,
-            default=defaults[name],
-            metavar="D",
-            help=f"{what}: {', '.join(choices)}",
-        )
-    group.add_argument(
-        "--device", default=defaults["device"], metavar="D", help="auto, cpu, cuda or cuda:N"
-    )
-    group.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="most tokens of a request, prompt included (default: the model's limit)",
-    )
-    group.add_argument(
-        "--memory-fraction",
-        type=float,
-        default=defaults["memory_fraction"],
-        metavar="F",
-        help="share of the GPU's memory to use (default: %(default)s)",
-    )
-    group.add_argument(
-        "--kv-layout",
-        choices=KV_LAYOUTS,
-        default=defaults["kv_layout"],
-        metavar="L",
-        help="paged (default), or contiguous: room for the longest request in every slot, which "
-        "FlashAttention-3 needs",
-    )
-    group.add_argument(
-        "--attention-backend",
-        choices=ATTENTION_BACKENDS,
-        default=defaults["attention_backend"],
-        metavar="B",
-        help="what attends in verify steps: auto (default), triton, fa3, reference",
-    )
-    group.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="CPU threads, at most one a core (default: 1 for models as small as the bundled one)",
-    )
-
-
-def _add_speculation(parser: argparse.ArgumentParser, *, is_optional: bool) -> None:
-    default = EngineConfig().draft_tokens
-    group = parser.add_argument_group("speculation")
-    group.add_argument(
-        "--draft-tokens",
-        type=int,
-        metavar="K",
-        help=f"drafts per step, 0..{MAX_DRAFT_TOKENS} (default: {default})",
-    )
-    group.add_argument(
-        "--drafter",
-        choices=DRAFTERS,
-        default="auto",
-        metavar="D",
-        help="mtp: the model's draft head; lookup: its own text; none; auto: mtp if there is one, "
-        "else lookup (default)",
-    )
-    group.add_argument(
-        "--mtp-from",
-        metavar="MODEL",
-        help="take the draft head (mtp.* tensors) from this model, such as the base of a fine-tune",
-    )
-    group.add_argument(
-        "--verify-rows",
-        type=int,
-        metavar="N",
-        help="rows checked per step over all requests, most probable drafts first (default: all)",
-    )
-    if is_optional:
-        group.add_argument(
-            "--no-speculation", action="store_true", help="plain decoding, the same as 0 drafts"
-        )
 
 
 def _add_sampling(parser: argparse.ArgumentParser, **defaults: Any) -> None:
@@ -283,10 +172,6 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _add_json(group: Any, what: str) -> None:
     group.add_argument("--json", action="store_true", help=f"print one JSON object: {what}")
 
@@ -305,6 +190,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("generate", "continue a prompt", _GENERATE, _add_generate, "[PROMPT] "),
         ("compare", "plain against speculative decoding", _COMPARE, _add_compare, "[PROMPT ...] "),
         ("info", "geometry, backends and memory of a model", _INFO, _add_info, ""),
+        ("doctor", "what of this machine is used, what is missing", _DOCTOR, _add_doctor, ""),
         ("serve", "a server with OpenAI's interface", SERVE, _add_serve, ""),
         ("bench-serve", "load on a server", BENCH_SERVE, add_bench_flags, "[PROMPT ...] "),
     ):
@@ -318,8 +204,8 @@ def build_parser() -> argparse.ArgumentParser:
         )
         command.prog = f"hybridspec {name}"
         add_flags(command)
-        if name != "bench-serve":  # whose server has chosen its model
-            _add_model(command)
+        if name not in WITHOUT_MODEL:
+            add_model_flags(command)
     return parser
 
 
@@ -344,7 +230,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--prompt-logprobs", type=int, metavar="N", help="the same for the tokens of the prompt"
     )
     _add_chat(parser)
-    _add_speculation(parser, is_optional=True)
+    add_speculation_flags(parser, is_optional=True)
     _add_sampling(parser)
 
 
@@ -384,15 +270,19 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         help="runs of each prompt, both ways (default: %(default)s)",
     )
     _add_json(parser.add_argument_group("output"), "every run and the ratio")
-    _add_speculation(parser, is_optional=False)
+    add_speculation_flags(parser, is_optional=False)
     _add_sampling(parser, max_tokens=64, seed=0)
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
     _add_json(parser.add_argument_group("output"), "the same facts")
-    _add_speculation(parser, is_optional=True)
+    add_speculation_flags(parser, is_optional=True)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    _add_json(parser.add_argument_group("output"), "the same lines")
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     add_serve_flags(parser)
-    _add_speculation(parser, is_optional=True)
+    add_speculation_flags(parser, is_optional=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["FOLDER_VARIABLE", "cached", "digest_of", "folder"]
+__all__ = ["FOLDER_VARIABLE", "cached", "digest_of", "folder", "usable_folder"]
 
 FOLDER_VARIABLE = "HYBRIDSPEC_KERNEL_CACHE"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -45,7 +45,7 @@ def cached(name: str, compile_kernel: Callable[[], bytes]) -> bytes:
         compile_kernel: called where there is no entry, or one that is broken.
     """
     try:
-        place = _private(folder()) / f"{name}.cubin"
+        place = usable_folder() / f"{name}.cubin"
     except (OSError, RuntimeError):  # the latter: a user without a home
         return compile_kernel()
     with suppress(OSError):
@@ -59,8 +59,14 @@ def cached(name: str, compile_kernel: Callable[[], bytes]) -> bytes:
     return kernel
 
 
-def _private(path: Path) -> Path:
-    """Make a folder for its user alone; raise OSError if others can write to it."""
+def usable_folder() -> Path:
+    """Make the folder, for its user alone.
+
+    Raises:
+        OSError: if it cannot be made or others can write to it.
+        RuntimeError: if the user has no home.
+    """
+    path = folder()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = path.stat()
     if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -1,0 +1,136 @@
+"""The flags of a model and of how it runs, which most commands share; imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from hybridspec.config import (
+    ATTENTION_BACKENDS,
+    DRAFTERS,
+    DTYPES,
+    KV_LAYOUTS,
+    MAX_DRAFT_TOKENS,
+    STATE_DTYPES,
+    EngineConfig,
+)
+
+__all__ = ["add_model_flags", "add_speculation_flags", "flag_of"]
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option."""
+    return "--" + name.replace("_", "-")
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add which model runs, and how."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="a Hugging Face model folder, or an id on the hub (default: the bundled model)",
+    )
+    group.add_argument(
+        "--revision", metavar="REV", help="branch, tag or commit of a model on the hub"
+    )
+    group.add_argument(
+        "--tokenizer",
+        metavar="MODEL",
+        help="take tokenizer and chat template from this model (default: the model's own)",
+    )
+    group.add_argument(
+        "--dummy-weights",
+        action="store_true",
+        help="random numbers as weights, to measure a geometry from config.json alone",
+    )
+    _add_engine(group)
+
+
+def _add_engine(group: Any) -> None:
+    """Add how the model runs to the flags that say which one."""
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    for name, what, choices in (
+        ("dtype", "of weights and activations", DTYPES),
+        ("state_dtype", "of the recurrent state", STATE_DTYPES),
+    ):
+        group.add_argument(
+            flag_of(name),
+            choices=choices,
+            default=defaults[name],
+            metavar="D",
+            help=f"{what}: {', '.join(choices)}",
+        )
+    group.add_argument(
+        "--device", default=defaults["device"], metavar="D", help="auto, cpu, cuda or cuda:N"
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="most tokens of a request, prompt included (default: the model's limit)",
+    )
+    group.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=defaults["memory_fraction"],
+        metavar="F",
+        help="share of the GPU's memory to use (default: %(default)s)",
+    )
+    group.add_argument(
+        "--kv-layout",
+        choices=KV_LAYOUTS,
+        default=defaults["kv_layout"],
+        metavar="L",
+        help="paged (default), or contiguous: room for the longest request in every slot, which "
+        "FlashAttention-3 needs",
+    )
+    group.add_argument(
+        "--attention-backend",
+        choices=ATTENTION_BACKENDS,
+        default=defaults["attention_backend"],
+        metavar="B",
+        help="what attends in verify steps: auto (default), triton, fa3, reference",
+    )
+    group.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads, at most one a core (default: 1 for models as small as the bundled one)",
+    )
+
+
+def add_speculation_flags(parser: argparse.ArgumentParser, *, is_optional: bool) -> None:
+    """Add how it drafts; `is_optional`: whether a command may do without."""
+    default = EngineConfig().draft_tokens
+    group = parser.add_argument_group("speculation")
+    group.add_argument(
+        "--draft-tokens",
+        type=int,
+        metavar="K",
+        help=f"drafts per step, 0..{MAX_DRAFT_TOKENS} (default: {default})",
+    )
+    group.add_argument(
+        "--drafter",
+        choices=DRAFTERS,
+        default="auto",
+        metavar="D",
+        help="mtp: the model's draft head; lookup: its own text; none; auto: mtp if there is one, "
+        "else lookup (default)",
+    )
+    group.add_argument(
+        "--mtp-from",
+        metavar="MODEL",
+        help="take the draft head (mtp.* tensors) from this model, such as the base of a fine-tune",
+    )
+    group.add_argument(
+        "--verify-rows",
+        type=int,
+        metavar="N",
+        help="rows checked per step over all requests, most probable drafts first (default: all)",
+    )
+    if is_optional:
+        group.add_argument(
+            "--no-speculation", action="store_true", help="plain decoding, the same as 0 drafts"
+        )
