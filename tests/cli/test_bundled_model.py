@@ -80,7 +80,10 @@ def test_text_beyond_ascii_goes_in_and_out(cli: Callable) -> None:
 
 
 def test_a_trace_shows_folds_and_rejections(cli: Callable, no_input: None) -> None:
-    steps = document(cli, "generate", "--max-tokens", "128", "--trace")["steps"]
+    traced = document(cli, "generate", "--max-tokens", "128", "--trace")
+    steps, counters = traced["steps"], traced["counters"]
+    assert counters["folds"] >= sum(step["is_fold"] for step in steps)
+    assert counters["generated_tokens"] >= sum(len(step["token_ids"]) for step in steps)
     assert any(step["is_fold"] for step in steps)
     assert any("recovered" in step["origins"] for step in steps)
     assert any("bonus" in step["origins"] for step in steps)

@@ -10,6 +10,7 @@ from typing import Any
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine import (
     CompletionOutput,
+    Counters,
     EngineInfo,
     RequestOutput,
     RequestStats,
@@ -191,6 +192,7 @@ class FakeLLM:
             kv_bytes_per_token=10,
             snapshot_bytes=1024 * (self.draft_tokens + 1),
             num_requests_fit=7,
+            counters=Counters(),
         )
 
 

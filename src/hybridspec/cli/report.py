@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -303,6 +304,8 @@ def as_json(result: Result, *, with_steps: bool) -> dict[str, Any]:
         "seed": result.params.seed,
         "version": hybridspec.__version__,
     }
+    if with_steps:
+        document["counters"] = dataclasses.asdict(result.llm.counters())
     if len(output.outputs) > 1:
         document["continuations"] = [
             {"text": one.text, "token_ids": one.token_ids, "finish_reason": one.finish_reason}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybridspec.engine.counters import Counters
 from hybridspec.engine.info import EngineInfo
 from hybridspec.engine.llm import LLM
 from hybridspec.engine.outputs import CompletionOutput, RequestOutput, RequestStats, StepOutput
@@ -9,6 +10,7 @@ from hybridspec.engine.outputs import CompletionOutput, RequestOutput, RequestSt
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "Counters",
     "EngineInfo",
     "RequestOutput",
     "RequestStats",

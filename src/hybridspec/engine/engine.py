@@ -15,13 +15,14 @@ import torch
 
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.backends import EXPERTS
+from hybridspec.engine.counters import Counters
 from hybridspec.engine.drafting import make_drafter
 from hybridspec.engine.graphs import StepGraphs, ladder
 from hybridspec.engine.interrupts import interrupts_wait
 from hybridspec.engine.isolation import ProcessGuard, torch_defaults
-from hybridspec.engine.memory import plan_pools
+from hybridspec.engine.memory import make_pools
 from hybridspec.engine.request import Request, RequestGroup
-from hybridspec.engine.resolve import Resolved, resolve
+from hybridspec.engine.resolve import resolve
 from hybridspec.engine.rules import check_params, counted_logprobs, make_options
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
@@ -29,10 +30,10 @@ from hybridspec.engine.text import Text
 from hybridspec.errors import CapacityError, CheckpointError
 from hybridspec.models import HybridModel, OnProgress, load_model, load_tokenizer
 from hybridspec.models.generation import end_token_ids
-from hybridspec.models.layers import ATTENTION, PROMPT_ATTENTION
+from hybridspec.models.layers import ATTENTION
 from hybridspec.ops.accept import RequestTable
 from hybridspec.ops.sampling import SamplingUses
-from hybridspec.runtime import Allocator, Pools, SamplingPool, available_host_bytes
+from hybridspec.runtime import SamplingPool
 from hybridspec.speculate import Asks, Decoder, ForcedAcceptance, ListDrafter
 
 __all__ = ["Engine"]
@@ -90,7 +91,7 @@ class Engine:
             folder, self.model.config.eos_token_ids, self.tokenizer, self.tokenizer_folder
         )
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
-        self.pools, self.allocator = _make_pools(self.resolved)
+        self.pools, self.allocator = make_pools(self.resolved)
         self.runner = Runner(self._decoder(drafter), verify_rows=self.config.verify_rows)
         assert self.config.max_num_batched_tokens is not None  # resolved
         self.scheduler = Scheduler(
@@ -299,24 +300,43 @@ class Engine:
                 torch.set_num_threads(outside)
 
     def _run_step(self) -> None:
-        scheduler = self.scheduler
+        scheduler, timed = self.scheduler, self.runner.counters.timed
         self._take_in()
-        scheduler.admit()
-        self.runner.fit_tables()
+        with timed("admit"):
+            scheduler.admit()
+            self.runner.fit_tables()
         try:
             if scheduler.prefilling:
-                self.runner.prefill(scheduler.prefill_chunks())
-                self.runner.collect(self.run_ahead)
-                scheduler.settle()
+                with timed("prefill"):
+                    self.runner.prefill(scheduler.prefill_chunks())
+                self._collect(self.run_ahead)
             if scheduler.running:
-                self.runner.decode(scheduler.running)
-            self.runner.collect(self.run_ahead if scheduler.running else 0)
-            scheduler.settle()
+                with timed("decode"):
+                    self.runner.decode(scheduler.running)
+            self._collect(self.run_ahead if scheduler.running else 0)
         except BaseException as error:
             self.runner.launched.clear()
             for request in [*scheduler.prefilling, *scheduler.running]:
                 self.abort(request, _lost_to(error))
             raise
+
+    def _collect(self, most_launched: int) -> None:
+        with self.runner.counters.timed("collect"):
+            self.runner.collect(most_launched)
+            self.scheduler.settle()
+
+    def counters(self) -> Counters:
+        """Say what is there now and what was done so far; any thread may ask, at every step."""
+        scheduler, allocator, pools = self.scheduler, self.allocator, self.pools
+        return self.runner.counters.copy(
+            num_waiting=len(self._inbox) + len(scheduler.waiting),
+            num_prefilling=len(scheduler.prefilling),
+            num_running=len(scheduler.running),
+            slots_used=allocator.num_live,
+            num_slots=pools.num_slots,
+            pages_used=pools.num_pages - allocator.num_free_pages,
+            num_pages=pools.num_pages,
+        )
 
     def abort(self, request: Request, failure: Exception | None = None) -> None:
         """Drop a request at any time; nothing of it stays behind.
@@ -328,6 +348,7 @@ class Engine:
         self.scheduler.remove(request)
         if request.finish_reason is None:
             request.finish_reason, request.failure = "abort", failure
+            self.runner.counters.num_aborted += 1
 
     def drop(self, requests: Iterable[Request]) -> None:
         """Abort those that are not finished: now, or before the next step if one is running.
@@ -357,25 +378,3 @@ def _lost_to(error: BaseException) -> Exception:
     lost = RuntimeError(f"the request was dropped: another caller's step failed: {error!r}")
     lost.__cause__ = error
     return lost
-
-
-def _make_pools(resolved: Resolved) -> tuple[Pools, Allocator]:
-    """Make the pools, and who hands out their slots and pages."""
-    plan = plan_pools(resolved)
-    pools = Pools(
-        resolved.specs,
-        num_slots=plan.num_slots,
-        num_pages=plan.num_pages,
-        page_size=resolved.page_size,
-        max_pages_per_slot=resolved.max_pages_per_slot,
-        device=resolved.device,
-    )
-    attending = [resolved.backends[op][0] for op in (ATTENTION, PROMPT_ATTENTION)]
-    allocator = Allocator(
-        pools,
-        can_grow=plan.can_grow,
-        max_slots=plan.max_slots,
-        has_clean_values="fa3" in attending,
-        free_bytes=available_host_bytes if plan.can_grow else None,
-    )
-    return pools, allocator

@@ -5,21 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybridspec.config import EngineConfig
+from hybridspec.engine.counters import Counters
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.memory import available_bytes
 from hybridspec.models import ModelConfig
 
-__all__ = ["EngineInfo", "PoolUsage", "describe"]
-
-
-@dataclass(frozen=True, slots=True)
-class PoolUsage:
-    """How much of an engine's pools is in use; on a CPU the pools grow with use."""
-
-    slots_used: int
-    num_slots: int
-    pages_used: int
-    num_pages: int
+__all__ = ["EngineInfo", "describe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +29,7 @@ class EngineInfo:
         snapshot_bytes: recurrent states that one request would need with a snapshot per verified
             row (draft_tokens + 1 of them), which is what `request_bytes` replaces.
         num_requests_fit: requests of max_model_len tokens that fit the memory.
+        counters: what it holds and has done.
     """
 
     model: str
@@ -50,6 +42,7 @@ class EngineInfo:
     kv_bytes_per_token: int
     snapshot_bytes: int
     num_requests_fit: int
+    counters: Counters
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Bytes of keys and values that a request of so many tokens keeps others from using."""
@@ -81,4 +74,5 @@ def describe(engine: Engine) -> EngineInfo:
         kv_bytes_per_token=kv_per_token,
         snapshot_bytes=(engine.config.draft_tokens + 1) * specs.state_bytes(),
         num_requests_fit=fit,
+        counters=engine.counters(),
     )

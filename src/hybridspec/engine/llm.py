@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridspec.config import EngineConfig, SamplingParams
+from hybridspec.engine.counters import Counters
 from hybridspec.engine.engine import Engine
-from hybridspec.engine.info import EngineInfo, PoolUsage, describe
+from hybridspec.engine.info import EngineInfo, describe
 from hybridspec.engine.outputs import RequestOutput, StepOutput
 from hybridspec.engine.progress import show_progress
 from hybridspec.engine.prompts import prompt_list
@@ -340,15 +341,9 @@ class LLM:
         """The checkpoint's chat templates by name; "default" is the usual one."""
         return self._chat_templates.templates
 
-    def pool_usage(self) -> PoolUsage:
-        """Say how much of the pools is in use; any thread may ask."""
-        allocator, pools = self._engine.allocator, self._engine.pools
-        return PoolUsage(
-            slots_used=allocator.num_live,
-            num_slots=pools.num_slots,
-            pages_used=pools.num_pages - allocator.num_free_pages,
-            num_pages=pools.num_pages,
-        )
+    def counters(self) -> Counters:
+        """Say what the engine holds and has done so far; any thread may ask, at every step."""
+        return self._engine.counters()
 
     @functools.cached_property
     def _chat_templates(self) -> ChatTemplates:

@@ -1,4 +1,4 @@
-"""How large the pools are when an engine starts."""
+"""The pools of an engine: how large they are at its start."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from hybridspec.config import EngineConfig
 from hybridspec.engine.resolve import Resolved
 from hybridspec.errors import CapacityError
-from hybridspec.runtime import available_host_bytes
+from hybridspec.models.layers import ATTENTION, PROMPT_ATTENTION
+from hybridspec.runtime import Allocator, Pools, available_host_bytes
 
-__all__ = ["PoolPlan", "available_bytes", "plan_pools"]
+__all__ = ["PoolPlan", "available_bytes", "make_pools", "plan_pools"]
 
 _FIRST_PAGES = 16  # of pools that grow
 
@@ -30,6 +31,28 @@ class PoolPlan:
     num_pages: int
     max_slots: int
     can_grow: bool
+
+
+def make_pools(resolved: Resolved) -> tuple[Pools, Allocator]:
+    """Make the pools, and who hands out their slots and pages."""
+    plan = plan_pools(resolved)
+    pools = Pools(
+        resolved.specs,
+        num_slots=plan.num_slots,
+        num_pages=plan.num_pages,
+        page_size=resolved.page_size,
+        max_pages_per_slot=resolved.max_pages_per_slot,
+        device=resolved.device,
+    )
+    attending = [resolved.backends[op][0] for op in (ATTENTION, PROMPT_ATTENTION)]
+    allocator = Allocator(
+        pools,
+        can_grow=plan.can_grow,
+        max_slots=plan.max_slots,
+        has_clean_values="fa3" in attending,
+        free_bytes=available_host_bytes if plan.can_grow else None,
+    )
+    return pools, allocator
 
 
 def plan_pools(resolved: Resolved) -> PoolPlan:

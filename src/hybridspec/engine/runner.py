@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridspec.engine.counters import Counters
 from hybridspec.engine.graphs import StepGraphs
 from hybridspec.engine.request import Request
 from hybridspec.ops.accept import RequestTable, StepResult, Taken
@@ -79,10 +80,14 @@ class Runner:
         verify_rows: most rows of a verify step over all requests; None verifies every draft.
         graphs: captured steps; None runs every step operator by operator.
         launched: steps whose outcome was not read yet, oldest first.
+        counters: told of every forward and of what it brought.
     """
 
-    def __init__(self, decoder: Decoder, *, verify_rows: int | None) -> None:
+    def __init__(
+        self, decoder: Decoder, *, verify_rows: int | None, counters: Counters | None = None
+    ) -> None:
         self.decoder = decoder
+        self.counters = counters or Counters.create(decoder.requests.most_drafts)
         self.verify_rows = verify_rows
         self.graphs: StepGraphs | None = None
         self.launched: deque[_Launch] = deque()
@@ -150,6 +155,8 @@ class Runner:
         started = time.perf_counter()
         requests = [request for request, _ in chunks]
         lengths = [rows for _, rows in chunks]
+        self.counters.num_prefills += 1
+        self.counters.prompt_rows += sum(lengths)
         spans = [
             request.prompt_token_ids[request.num_prefilled : request.num_prefilled + rows + 1]
             for request, rows in chunks
@@ -208,6 +215,7 @@ class Runner:
         It is not waited for: `collect` tells the requests what it brought.
         """
         started = time.perf_counter()
+        self.counters.num_steps += 1
         batch = self._batch(requests)
         outcome = None if self.graphs is None else self.graphs.run(batch.slots, batch.asks)
         if outcome is None:
@@ -266,8 +274,10 @@ class Runner:
         if taken.done == RequestTable.DONE_BY_NAN:
             tokens, reports = [*tokens, NO_TOKEN], None if reports is None else [*reports, {}]
         num_taken = request.take(tokens, reports)
-        stats = request.stats
+        stats, counters = request.stats, self.counters
+        counters.generated_tokens += num_taken
         if launch.is_prefill:
+            counters.prompt_tokens += len(request.prompt_token_ids)
             stats.prefill_s = time.perf_counter() - request.admitted_at
             request.post(num_taken, 0, [], 0, False)
             return
@@ -275,6 +285,8 @@ class Runner:
         stats.drafted_per_step.append(len(drafts))
         stats.accepted_per_step.append(taken.num_accepted)
         stats.folds += taken.is_fold
+        counters.outcomes[len(drafts)][taken.num_accepted] += 1
+        counters.folds += taken.is_fold
         stats.decode_s += elapsed
         request.post(num_taken, taken.num_accepted, drafts, taken.history_len, taken.is_fold)
 

@@ -69,6 +69,7 @@ class Scheduler:
                 continue
             self.waiting.popleft()
             request.admitted_at = time.perf_counter()
+            self.runner.counters.num_admitted += 1
             self.prefilling.append(request)
             self._unwritten.append(request)
 
@@ -115,6 +116,7 @@ class Scheduler:
         ended = [request for request in self.running if request.finish_reason is not None]
         if ended:
             self.running = [request for request in self.running if request.finish_reason is None]
+            self.runner.counters.num_ended += len(ended)
         for request in ended:
             self._free(request)
 

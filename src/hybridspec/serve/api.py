@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 import hybridspec
 from hybridspec.config import SamplingParams
-from hybridspec.engine import LLM
+from hybridspec.engine import LLM, Counters
 from hybridspec.engine.request import Request
 from hybridspec.models import Tokenizer
 from hybridspec.serve.answers import (
@@ -174,19 +174,9 @@ class Api:
         return Json({"server_load": 0 if self._stepper is None else self._stepper.num_requests})
 
     async def show_metrics(self, http: HttpRequest) -> Response:
-        gauges = {} if self._stepper is None else self._gauges(self._stepper)
-        text = await run_in_threadpool(self.metrics.render, **gauges)
+        counters = Counters() if self._stepper is None else self._stepper.llm.counters()
+        text = await run_in_threadpool(self.metrics.render, counters)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    def _gauges(self, stepper: Stepper) -> dict[str, float]:
-        running, usage = stepper.num_running, stepper.llm.pool_usage()
-        return {
-            "num_requests_running": running,
-            "num_requests_waiting": max(stepper.num_requests - running, 0),
-            "kv_cache_usage_perc": usage.pages_used / max(usage.num_pages, 1),
-            "slots_used": usage.slots_used,
-            "slots": usage.num_slots,
-        }
 
     async def models(self, http: HttpRequest) -> Response:
         self.check_key(http)

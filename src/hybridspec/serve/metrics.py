@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hybridspec.engine import StepOutput
+from hybridspec.engine import Counters, StepOutput
 from hybridspec.engine.request import Request
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class Metrics:
-    """Counts what steps bring.
+    """Counts what steps bring to streams; the rest is read from the engine.
 
     Args:
         model: name of the model, a label of every value.
@@ -38,11 +38,6 @@ class Metrics:
         self._registry = CollectorRegistry()
         labels = {"model_name": model, "engine": "0"}
 
-        def counter(name: str, what: str, *more: str) -> Counter:
-            names = (*labels, *more)
-            made = Counter(name, what, names, registry=self._registry)
-            return made if more else made.labels(**labels)
-
         def histogram(name: str, what: str, buckets: Sequence[float]) -> Histogram:
             made = Histogram(name, what, tuple(labels), buckets=buckets, registry=self._registry)
             return made.labels(**labels)
@@ -51,29 +46,10 @@ class Metrics:
             return histogram(name, what, _SECONDS)
 
         self._labels = labels
-        self._gauges = {
-            name: Gauge(name, what, tuple(labels), registry=self._registry).labels(**labels)
-            for name, what in (
-                ("num_requests_running", "Continuations that were admitted."),
-                ("num_requests_waiting", "Continuations that wait for room."),
-                ("kv_cache_usage_perc", "Share of the pages of keys and values in use, 0 to 1."),
-                ("slots_used", "Slots of the state pool in use."),
-                ("slots", "Slots of the state pool."),
-            )
-        }
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
-        self.success = counter("request_success", "Continuations that ended.", "finished_reason")
-        self.preemptions = counter("num_preemptions", "Requests that were set back: none ever is.")
-        self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up for reuse.")
-        self.cache_hits = counter("prefix_cache_hits", "Prompt tokens that were reused.")
-        self.num_drafts = counter("spec_decode_num_drafts", "Verify steps that had drafts.")
-        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts verified.")
-        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafts accepted.")
-        self.accepted_at = counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted by position.", "position"
-        )
-        self.folds = counter("folds", "Verify steps that folded the ring into the checkpoint.")
+        self.success = Counter(
+            "request_success", "Continuations that ended.", (*labels, "finished_reason"),
+            registry=self._registry,
+        )  # fmt: skip
         self.committed = histogram(
             "committed_tokens_per_step", "Tokens committed by a verify step.", range(9)
         )
@@ -93,7 +69,6 @@ class Metrics:
     def on_steps(self, stream: Stream, steps: Sequence[tuple[int, StepOutput]]) -> None:
         """Count what one engine step brought to one stream; in the thread that steps."""
         now = time.perf_counter()
-        self.generation_tokens.inc(sum(len(step.token_ids) for _, step in steps))
         for place, step in steps:
             request = stream.requests[place].continuations[step.index]
             key = (place, step.index)
@@ -104,7 +79,7 @@ class Metrics:
                 stream.first_at[key] = now
             stream.last_at[key] = now
             if step.step > 0:
-                self._count_drafts(step)
+                self.committed.observe(len(step.token_ids))
             if step.finished:
                 self.success.labels(**self._labels, finished_reason=step.finish_reason).inc()
                 self.whole.observe(now - stream.submitted_at)
@@ -115,27 +90,55 @@ class Metrics:
         self.first_token.observe(now - stream.submitted_at)
         self.queue.observe(max(request.admitted_at - stream.submitted_at, 0.0))
         self.prefill.observe(now - request.admitted_at)
-        self.prompt_tokens.inc(len(request.prompt_token_ids))
         self.prompt_length.observe(len(request.prompt_token_ids))
 
-    def _count_drafts(self, step: StepOutput) -> None:
-        self.committed.observe(len(step.token_ids))
-        self.folds.inc(step.is_fold)
-        if step.drafted:
-            num_accepted = step.origins.count("accepted")
-            self.num_drafts.inc()
-            self.draft_tokens.inc(len(step.drafted))
-            self.accepted_tokens.inc(num_accepted)
-            for position in range(num_accepted):
-                self.accepted_at.labels(**self._labels, position=str(position)).inc()
-
-    def render(self, **gauges: float) -> bytes:
-        """Return everything in Prometheus' text form, the gauges at these values."""
-        for name, value in gauges.items():
-            self._gauges[name].set(value)
+    def render(self, counters: Counters) -> bytes:
+        """Return everything in Prometheus' text form, with what the engine holds and has done."""
         twice = CollectorRegistry()
-        twice.register(_Renamed(self._registry.collect))
+        engine = _engine_metrics(counters, self._labels)
+        twice.register(_Renamed(lambda: [*engine, *self._registry.collect()]))
         return generate_latest(twice)
+
+
+def _engine_metrics(counters: Counters, labels: Mapping[str, str]) -> list[Metric]:
+    """Name what the engine counts."""
+    accepted = counters.accepted_by_position
+    gauges: dict[str, tuple[str, float]] = {
+        "num_requests_running": (
+            "Continuations that were admitted.", counters.num_prefilling + counters.num_running,
+        ),
+        "num_requests_waiting": ("Continuations that wait for room.", counters.num_waiting),
+        "kv_cache_usage_perc": (
+            "Share of the pages of keys and values in use, 0 to 1.",
+            counters.pages_used / max(counters.num_pages, 1),
+        ),
+        "slots_used": ("Slots of the state pool in use.", counters.slots_used),
+        "slots": ("Slots of the state pool.", counters.num_slots),
+    }  # fmt: skip
+    totals: dict[str, tuple[str, float]] = {
+        "prompt_tokens": ("Prompt tokens processed.", counters.prompt_tokens),
+        "generation_tokens": ("Tokens generated.", counters.generated_tokens),
+        "num_preemptions": ("Requests set back for want of pages.", counters.num_preemptions),
+        "prefix_cache_queries": ("Prompt tokens looked up for reuse.", counters.prefix_queries),
+        "prefix_cache_hits": ("Prompt tokens that were reused.", counters.prefix_hits),
+        "spec_decode_num_drafts": ("Verify steps that had drafts.", counters.draft_steps),
+        "spec_decode_num_draft_tokens": ("Drafts verified.", sum(counters.drafted_by_position)),
+        "spec_decode_num_accepted_tokens": ("Drafts accepted.", sum(accepted)),
+        "folds": ("Verify steps that folded the ring into the checkpoint.", counters.folds),
+    }
+    names = (*labels, "position")
+    at = CounterMetricFamily(
+        "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted by position.", labels=names
+    )
+    for position, count in enumerate(accepted):
+        at.add_metric([*labels.values(), str(position)], count)
+    found: list[Metric] = [at]
+    for kind, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, totals)):
+        for name, (what, value) in values.items():
+            family = kind(name, what, labels=tuple(labels))
+            family.add_metric(list(labels.values()), value)
+            found.append(family)
+    return found
 
 
 class _Renamed(Collector):

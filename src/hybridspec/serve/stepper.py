@@ -131,12 +131,6 @@ class Stepper:
         """Continuations that run or wait."""
         return self._num_submitted
 
-    @property
-    def num_running(self) -> int:
-        """Those of them that were admitted."""
-        every = (c for s in list(self._streams) for r in s.requests for c in r.continuations)
-        return sum(one.admitted_at > 0 and one.finish_reason is None for one in every)
-
     def submit(self, requests: Sequence[Request]) -> Stream:
         """Queue requests; on the event loop.
 
