@@ -34,23 +34,30 @@ def run_cells(cells: list[dict[str, Any]], name: str) -> list[str]:
 
 
 def shown(cell: dict[str, Any]) -> str:
-    """Return the printed text that a cell is stored with."""
-    assert all(output["name"] == "stdout" for output in cell["outputs"])
-    return "".join(line for output in cell["outputs"] for line in output["text"])
+    """Return the printed text that a cell is stored with, pictures aside."""
+    printed = [one for one in cell["outputs"] if "image/png" not in one.get("data", {})]
+    assert all(output["name"] == "stdout" for output in printed)
+    return "".join(line for output in printed for line in output["text"])
+
+
+def answers(text: str) -> list[str]:
+    """Return the lines that say whether tokens are equal; how fast they came may differ."""
+    return [line for line in text.splitlines() if "same tokens" in line]
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(notebook: Path) -> None:
+def test_a_notebook_runs(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled texts may differ between processors where two tokens are all but equally likely."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
     cells = code_cells(notebook)
     printed = run_cells(cells, notebook.name)
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     for cell, text in zip(cells, printed, strict=True):
         assert bool(text) == bool(shown(cell))
-        if "same tokens" in text:
-            assert text == shown(cell)
-            assert "False" not in text
-    assert any("same tokens" in text for text in printed)
+        assert answers(text) == answers(shown(cell))
+    said = [line for text in printed for line in answers(text)]
+    assert len(said) == 2
+    assert all(line.endswith("True") for line in said)
 
 
 def test_there_are_notebooks() -> None:
