@@ -41,8 +41,9 @@ __all__ = ["Engine"]
 _log = logging.getLogger("hybridspec")
 
 CAPTURED_OPS = ("gated_delta_rule", "causal_conv1d", ATTENTION, EXPERTS)
-# Prompt rows of one request per forward: a chunk takes as long as some decode steps.
-PROMPT_CHUNKS = {"cpu": 512, "cuda": 4096}
+# Prompt rows of one request per forward, and of all requests beside a decode step, which waits
+# for them; on an H200 512 rows of a model of 7 B take as long as two decode steps.
+PROMPT_CHUNK = 512
 MOST_CAPTURED = 256  # requests of the largest captured step
 PENALTY_ROWS = 64  # requests with penalties at a time, on a device; more of them wait
 
@@ -98,7 +99,7 @@ class Engine:
             self.allocator,
             self.runner,
             max_prompt_rows=self.config.max_num_batched_tokens,
-            max_chunk=PROMPT_CHUNKS[self.pools.device.type],
+            max_chunk=PROMPT_CHUNK,
         )
         if self._can_capture(drafter):
             self.runner.graphs = StepGraphs(

@@ -24,7 +24,8 @@ class Scheduler:
         allocator: gives them out.
         runner: is told who gets a slot and who leaves it.
         max_prompt_rows: prompt rows of all requests per forward.
-        max_chunk: prompt rows of one request per forward; running requests wait for one.
+        max_chunk: prompt rows of one request per forward, and of all requests where some decode,
+            which wait for them.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Scheduler:
         self._admissions = itertools.count()
         self._unwritten: list[Request] = []  # have a slot that the device does not know of yet
         self.max_prompt_rows = max_prompt_rows
-        self.max_chunk = max_chunk
+        self.max_chunk = min(max_chunk, max_prompt_rows)
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
@@ -89,14 +90,16 @@ class Scheduler:
         return has_room
 
     def prefill_chunks(self) -> list[tuple[Request, int]]:
-        """The requests whose prompts go on now, and how many rows of each.
+        """The requests whose prompts go on now, in order, and how many rows of each.
 
-        A request's chunks are the same whatever else is running.
+        Chunks end at multiples of `max_chunk`, so they are the same whatever else is running.
         """
-        chunks, budget = [], self.max_prompt_rows
-        longest = min(self.max_chunk, budget)
+        chunks = []
+        budget = self.max_chunk if self.running else self.max_prompt_rows
         for request in self.prefilling:
-            rows = min(len(request.prompt_token_ids) - request.num_prefilled, longest)
+            first = request.num_prefilled
+            border = first - first % self.max_chunk + self.max_chunk
+            rows = min(len(request.prompt_token_ids), border) - first
             if rows > budget:
                 break
             chunks.append((request, rows))
