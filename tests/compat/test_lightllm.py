@@ -30,7 +30,7 @@ def test_signatures() -> None:
 
 
 def test_a_batch_by_hand() -> None:
-    # Request 3 with two rows, request 8 with one, request 5 with three, two hold rows.
+    # Request 3 with two rows, request 8 with one, request 5 with three, two padding rows.
     found = lightllm.build_dynamic_mtp_fa3_decode_params(
         b_req_idx=integers(3, 3, 8, 5, 5, 5, 63, 63),
         b_seq_len=integers(101, 102, 40, 7, 8, 9, 0, 0),

@@ -1,4 +1,4 @@
-"""Logits that are no numbers end their own request with an error, and no other one."""
+"""Logits of NaN end their own request with an error, and no other one."""
 
 from __future__ import annotations
 

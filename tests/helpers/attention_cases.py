@@ -1,6 +1,6 @@
 """Ragged batches for paged attention and a loop over rows and heads that says what is right.
 
-Every number that an op must not read is NaN: rows of nobody, page rows without a live position,
+Every number that an op must not read is NaN: padding rows, page rows without a live position,
 and the memory around the strided views. Entries of the page table behind the live pages are -1, far
 out of range, or a page of somebody else.
 """
@@ -243,7 +243,7 @@ def check_verify(
     scale: float | None = None,
     **options: object,
 ) -> None:
-    """Compare a launch with the loops: every output, every page element, nothing of nobody's.
+    """Compare a launch with the loops: every output, every page element, nothing of padding.
 
     Args:
         batch: on the CPU.

@@ -1,6 +1,6 @@
 """Ragged batches for the causal convolution and a loop over rows and taps that says what is right.
 
-Every number that an op must not read is NaN: rows of nobody, ring rows outside the last width - 1
+Every number that an op must not read is NaN: padding rows, ring rows outside the last width - 1
 positions, and the memory around the strided views.
 """
 

@@ -19,7 +19,7 @@ __all__ = ["check_no_requests"]
 
 
 def check_no_requests(backend: str, device: str = "cpu") -> None:
-    """Every function takes none and leaves hold rows only."""
+    """Every function takes none and leaves padding rows only."""
 
     def integers(*shape: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)

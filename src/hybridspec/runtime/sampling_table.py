@@ -189,7 +189,7 @@ class SamplingPool:
         Args:
             logits: raw scores, [N, V], fp32; in-out: biases that are too large for the table are
                 added.
-            rows: slot (-1 = hold row) of each row and the tokens in front of it, its drafts
+            rows: slot (-1 = padding row) of each row and the tokens in front of it, its drafts
                 included; N of them.
 
         Returns:

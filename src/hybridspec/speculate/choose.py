@@ -86,7 +86,7 @@ def choose_and_accept(
     logits = decoder.model.logits(hidden)
     raw = None if asks.num_logprobs is None else logits.clone()  # choosing may edit them
     width = step.max_seqlen
-    # A hold row has source -1, so it is told apart by its sign; its owner is the last request.
+    # A padding row has source -1, so it is told apart by its sign; its owner is the last request.
     owner, offsets = step.sources, torch.zeros_like(step.sources)
     if width > 1:
         owner, offsets = step.sources // width, step.sources % width

@@ -217,7 +217,7 @@ struct State8 {
     DEVICE static void put(const LaneRows& rows, uint32 row, uint32, const Columns (&x)[TOGETHER]) {
         const float largest = largest_of_group(x, rows.t);
         const bool vanishes = largest < 1e-30f;
-        // 1 / 127; no number if the largest is none or not finite, which zero times it is.
+        // 1 / 127; NaN if the largest is none or not finite, which zero times it is.
         const uint32 factor = Bf16::pack(vanishes ? 0 : fused_multiply_add(largest, 0.f, largest * 0.007874016f), 0);
         const float my_inverse = vanishes ? 0 : reciprocal(Bf16::first(factor));
         reinterpret_cast<uint16*>(rows.factors + row * SCALE_BYTES)[rows.t] = static_cast<uint16>(factor);

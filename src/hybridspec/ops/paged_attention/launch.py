@@ -31,7 +31,7 @@ _MAX_TOKENS = 16
 _MAX_REQUESTS = 4096
 _FEWEST_REQUESTS = 64  # smaller batches share a compiled kernel
 _LOG2_E = math.log2(math.e)
-_SMALLEST_SCALE = 1e-30  # masked scores are -inf, which times zero is no number
+_SMALLEST_SCALE = 1e-30  # masked scores are -inf, which times zero is NaN
 _HAS_WARP_GROUPS = (9, 10)
 _SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB a multiprocessor
 # Programs of the second launch are small, so that most find room beside those of the first.

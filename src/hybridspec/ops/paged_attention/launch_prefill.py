@@ -17,7 +17,7 @@ from hybridspec.ops.paged_attention.call import Pages, Rows
 __all__ = ["PrefillLaunch", "choose_launch", "kernel_sizes", "prefill"]
 
 _LOG2_E = math.log2(math.e)
-_SMALLEST_SCALE = 1e-30  # masked scores are -inf, which times zero is no number
+_SMALLEST_SCALE = 1e-30  # masked scores are -inf, which times zero is NaN
 _HAS_WARP_GROUPS = (9, 10)
 _COLUMNS = 64  # pieces of a row that are multiplied at once; wider ones spill registers
 

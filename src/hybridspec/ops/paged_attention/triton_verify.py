@@ -4,7 +4,7 @@ A unit of work is one block of keys of one request and one tile of query rows. T
 `split_kernel` share all units of a step evenly, whatever the lengths, so a program may see the end
 of one request, whole requests and the beginning of another. They do so in lanes, each for some of
 the key heads: programs side by side read the heads of the same keys. `finish_kernel` appends the
-new rows, zeros rows of nobody and adds up the parts of what was cut.
+new rows, writes zeros into padding rows and adds up the parts of what was cut.
 """
 
 from __future__ import annotations

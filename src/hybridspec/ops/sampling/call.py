@@ -13,7 +13,7 @@ class Rows(NamedTuple):
     """Rows of logits.
 
     Attributes:
-        slots: slot of each row, -1 = hold row, [N].
+        slots: slot of each row, -1 = padding row, [N].
         offsets: how many drafts each row has seen, [N].
         mask: more bits of tokens that may be chosen, [N, ceil(V / 32)], or None.
     """

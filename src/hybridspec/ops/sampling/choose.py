@@ -55,7 +55,7 @@ def choose(
 
     Args:
         logits: raw scores, [N, V], fp32; in, scratch.
-        slots: slot of each row, [N], int32, -1 = hold row; in.
+        slots: slot of each row, [N], int32, -1 = padding row; in.
         offsets: j of each row, [N], int32; in.
         table: sampling data by slot; in.
         seq_len: position of the newest committed token, [S], int32; in.
@@ -69,7 +69,7 @@ def choose(
             a device and cannot be captured in a graph.
 
     Returns:
-        Token ids [N], int64: the lowest of equals. NO_TOKEN for a hold row, for a row that holds a
+        Token ids [N], int64: the lowest of equals. NO_TOKEN for a padding row, for a row that holds a
         NaN or +inf, and where nothing may be chosen.
 
     Raises:

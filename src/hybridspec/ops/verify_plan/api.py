@@ -124,7 +124,7 @@ def build_params(
         seq_len: tokens stored per slot, [S], int32; in.
         history_len: live ring rows per slot, [S], int32; in.
         plan: of at least B requests; all but `cu_seqlens` is written, rows and requests that are
-            left over as hold rows; in-out.
+            left over as padding rows; in-out.
         ring_start: first live ring row per slot, [S], int32; given: folds are staggered; in.
         max_window: most live ring rows W.
         backend: "auto", "triton" or "reference".

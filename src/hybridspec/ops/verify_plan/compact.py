@@ -52,9 +52,9 @@ def compact_sampling(
 
     Args:
         requests: columns [B]; in.
-        sources: [N], int32, request * rows_per_request + row, or negative for a hold row; in.
+        sources: [N], int32, request * rows_per_request + row, or negative for a padding row; in.
         rows_per_request: k + 1, the stride of `sources`.
-        out: columns [N]; out. Hold rows are greedy with every filter off.
+        out: columns [N]; out. Padding rows are greedy with every filter off.
         backend: "auto", "triton" or "reference".
 
     Returns:

@@ -134,7 +134,7 @@ def plan_step(
 
 
 def _one_at_least(values: Tensor) -> Tensor:
-    """The same, or one row of zeros for hold rows to look at where there is none."""
+    """The same, or one row of zeros for padding rows to look at where there is none."""
     return values if values.shape[0] else values.new_zeros(1, *values.shape[1:])
 
 
@@ -199,7 +199,7 @@ def compact_sampling(
     rows_per_request: int,
     rows: Written[SamplingColumns],
 ) -> None:
-    """Spread request entries over their rows; hold rows are greedy with every filter off."""
+    """Spread request entries over their rows; padding rows are greedy with every filter off."""
     is_owned = sources >= 0
     request = sources.clamp(min=0).long() // rows_per_request
     for name in SamplingColumns.__slots__:

@@ -59,7 +59,7 @@ class Step:
     """Row layout of one forward pass, shared by all its layers.
 
     In a step that a graph replays, all tensors are written in place, step after step. Rows past
-    `cu_seqlens[-1]` are hold rows: token 0, position 0, source -1. Requests with slot -1 have zero
+    `cu_seqlens[-1]` are padding rows: token 0, position 0, source -1. Requests with slot -1 have zero
     lengths.
 
     Attributes:
@@ -97,7 +97,7 @@ class Step:
         max_drafts: int,
         device: torch.device | str = "cpu",
     ) -> Step:
-        """Allocate a step to verify in which every row and request is a hold row.
+        """Allocate a step to verify in which every row and request is a padding row.
 
         Args:
             max_requests: requests B of a step, padding included.
