@@ -69,8 +69,8 @@ def choose(
             a device and cannot be captured in a graph.
 
     Returns:
-        Token ids [N], int64: the lowest of equals. NO_TOKEN for a padding row, for a row that holds a
-        NaN or +inf, and where nothing may be chosen.
+        Token ids [N], int64: the lowest of equals. NO_TOKEN for a padding row, for a row that holds
+        a NaN or +inf, and where nothing may be chosen.
 
     Raises:
         ValueError, TypeError: if a shape or dtype is wrong.

@@ -59,8 +59,8 @@ class Step:
     """Row layout of one forward pass, shared by all its layers.
 
     In a step that a graph replays, all tensors are written in place, step after step. Rows past
-    `cu_seqlens[-1]` are padding rows: token 0, position 0, source -1. Requests with slot -1 have zero
-    lengths.
+    `cu_seqlens[-1]` are padding rows: token 0, position 0, source -1. Requests with slot -1 have
+    zero lengths.
 
     Attributes:
         cu_seqlens: [B+1] int32, row offsets of the requests.
