@@ -13,6 +13,7 @@ __all__ = [
     "ATTENTION_BACKENDS",
     "DRAFTERS",
     "DTYPES",
+    "EXACTNESS",
     "KV_LAYOUTS",
     "MAX_DRAFT_TOKENS",
     "STATE_DTYPES",
@@ -28,6 +29,7 @@ STATE_DTYPES = (*DTYPES, "int8")
 DRAFTERS = ("auto", "mtp", "lookup", "none")
 KV_LAYOUTS = ("paged", "contiguous")
 ATTENTION_BACKENDS = ("auto", "triton", "fa3", "reference")
+EXACTNESS = ("tokens", "bitwise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +265,8 @@ class EngineConfig:
         max_num_batched_tokens: most prompt rows of a forward pass, over all requests; None is 2,048
             on a CPU and 8,192 on a GPU.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
+        exact: what drafts, batch and load must not change: "tokens", up to near-ties that rounding
+            decides, or "bitwise", every logit (`docs/exactness.md`).
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from, in place of the model's own.
         seed: where the seeds of requests that name none come from; the same requests in the same
@@ -288,6 +292,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enforce_eager: bool = False
+    exact: str = "tokens"
     revision: str | None = None
     tokenizer: str | None = None
     seed: int | None = None
@@ -318,6 +323,7 @@ class EngineConfig:
             ("drafter", DRAFTERS),
             ("kv_layout", KV_LAYOUTS),
             ("attention_backend", ATTENTION_BACKENDS),
+            ("exact", EXACTNESS),
         ):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:

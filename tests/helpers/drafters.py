@@ -67,12 +67,12 @@ def scripted_engine(
     continuations: dict[tuple[int, ...], list[int]],
     script: Script,
     k: int,
-    *,
-    verify_rows: int | None = None,
+    **options: object,
 ) -> Engine:
-    """An engine whose drafts follow a script."""
+    """An engine whose drafts follow a script; further options are those of `EngineConfig`."""
     drafter = ScriptedDrafter(continuations, script)
-    config = EngineConfig(draft_tokens=k, device="cpu", dtype="float32", verify_rows=verify_rows)
+    options = {"device": "cpu", "dtype": "float32"} | options
+    config = EngineConfig(draft_tokens=k, **options)
     drafter.engine = Engine(folder, config, drafter=drafter)
     return drafter.engine
 

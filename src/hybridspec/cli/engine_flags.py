@@ -10,6 +10,7 @@ from hybridspec.config import (
     ATTENTION_BACKENDS,
     DRAFTERS,
     DTYPES,
+    EXACTNESS,
     KV_LAYOUTS,
     MAX_DRAFT_TOKENS,
     STATE_DTYPES,
@@ -54,6 +55,7 @@ def _add_engine(group: Any) -> None:
     for name, what, choices in (
         ("dtype", "of weights and activations", DTYPES),
         ("state_dtype", "of the recurrent state", STATE_DTYPES),
+        ("exact", "what drafts and batches cannot change: tokens, or every bit", EXACTNESS),
     ):
         group.add_argument(
             flag_of(name),

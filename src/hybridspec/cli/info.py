@@ -108,6 +108,7 @@ def _engine_rows(info: EngineInfo) -> list[tuple[str, str]]:
         ("drafter", drafter_name(config)),
         ("longest request", f"{config.max_model_len:,} tokens"),
         ("keys and values", _LAYOUTS[config.kv_layout]),
+        ("exact", info.exactness),
     ]
 
 
@@ -164,6 +165,7 @@ def as_json(info: EngineInfo) -> dict[str, Any]:
         "max_model_len": config.max_model_len,
         "kv_layout": config.kv_layout,
         "attention_backend": config.attention_backend,
+        "exact": config.exact,
         "backends": {
             op: {"name": name, "reason": reason} for op, (name, reason) in info.backends.items()
         },

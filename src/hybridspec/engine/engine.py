@@ -17,6 +17,7 @@ from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.backends import EXPERTS
 from hybridspec.engine.counters import Counters
 from hybridspec.engine.drafting import make_drafter
+from hybridspec.engine.exactness import is_row_by_row
 from hybridspec.engine.graphs import StepGraphs, ladder
 from hybridspec.engine.interrupts import interrupts_wait
 from hybridspec.engine.isolation import ProcessGuard, torch_defaults
@@ -148,6 +149,7 @@ class Engine:
             ),
             drafter=make_drafter(self.config, self.model, pools, self.tokenizer, drafter),
             forced=forced,
+            is_row_by_row=is_row_by_row(self.config, pools.device),
         )
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hybridspec.config import EngineConfig
 from hybridspec.engine.counters import Counters
 from hybridspec.engine.engine import Engine
+from hybridspec.engine.exactness import describe_exactness
 from hybridspec.engine.memory import available_bytes
 from hybridspec.models import ModelConfig
 
@@ -43,6 +44,11 @@ class EngineInfo:
     snapshot_bytes: int
     num_requests_fit: int
     counters: Counters
+
+    @property
+    def exactness(self) -> str:
+        """What drafts, batch and load do not change, and by what means."""
+        return describe_exactness(self.config)
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Bytes of keys and values that a request of so many tokens keeps others from using."""

@@ -58,9 +58,8 @@ class LLM:
         mtp_from: model (folder, id or "bundled") to take another draft head from.
         dummy_weights: make the weights up, from config.json alone, to measure a geometry.
         dtype: of weights, activations and rings; "auto" is float32 on CPU, else the file's.
-        state_dtype: of the recurrent state, in addition "int8"; "auto" is the checkpoint's. With 16
-            or 8 bits, plain and speculative decoding may differ where two tokens nearly tie: they
-            round the state at different tokens.
+        state_dtype: of the recurrent state, in addition "int8"; "auto" is the checkpoint's. 16 or 8
+            bits are rounded at tokens that depend on drafts, which can decide near-ties.
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: most tokens of a request, prompt included; None is the model's limit.
         memory_fraction: share of a GPU for weights and pools; captured graphs, 1 GiB, come on top.
@@ -70,14 +69,13 @@ class LLM:
             GPU, bfloat16 and kv_layout "contiguous") or "reference"; "auto" is the first that can.
         threads: CPU threads during a step; None is 1 for small models, else torch's own number.
         max_num_seqs: most requests at a time, 1..256; None is 64 on a CPU and 256 on a GPU.
-        max_num_batched_tokens: most prompt rows of a forward pass, over all requests; None is 2,048
-            on a CPU and 8,192 on a GPU.
+        max_num_batched_tokens: most prompt rows of a pass; None is 2,048 (CPU) or 8,192 (GPU).
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from: a folder, an id or "bundled".
-        seed: where the seeds of requests that name none come from: the same requests in the same
-            order give the same tokens; None draws them.
-        gpu_memory_utilization: another name for memory_fraction.
+        seed: where the seeds of requests that name none come from, in order; None draws them.
+        exact: what drafts and load do not change: "tokens", or "bitwise" (docs/exactness.md).
+        gpu_memory_utilization: other name of memory_fraction.
         on_progress: called with the bytes of weights read so far and those of all files.
 
     Raises:
@@ -113,6 +111,7 @@ class LLM:
         revision: str | None = None,
         tokenizer: str | Path | None = None,
         seed: int | None = None,
+        exact: str = "tokens",
         gpu_memory_utilization: float | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
@@ -143,6 +142,7 @@ class LLM:
             revision=revision,
             tokenizer=str(tokenizer) if isinstance(tokenizer, Path) else tokenizer,
             seed=seed,
+            exact=exact,
         )
         if on_progress is not None and not callable(on_progress):
             raise TypeError(f"on_progress: expected a function, got {on_progress!r}")

@@ -16,6 +16,7 @@ import torch
 from hybridspec.bundled import bundled_model_path
 from hybridspec.config import MAX_NUM_SEQS, EngineConfig
 from hybridspec.engine.backends import Choices, choose_backends
+from hybridspec.engine.exactness import ALIGNED_WINDOW, check_bitwise
 from hybridspec.errors import UnsupportedError
 from hybridspec.models import ModelConfig, find_model, read_facts
 from hybridspec.models.hybrid import memory_specs
@@ -113,9 +114,13 @@ def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False
     max_len = model.max_positions if config.max_model_len is None else config.max_model_len
     page_size = max_len if config.kv_layout == "contiguous" else PAGE_SIZE
     max_pages = -(-max_len // page_size)
+    options = MemoryOptions(dtype=dtype, state_dtype=state_dtype)
+    if config.exact == "bitwise":
+        check_bitwise(config, model, device, state_dtype)
+        options = replace(options, max_window=ALIGNED_WINDOW, is_aligned=True)
     specs = memory_specs(
         model,
-        MemoryOptions(dtype=dtype, state_dtype=state_dtype),
+        options,
         has_head=facts.has_mtp and config.drafter not in ("lookup", "none"),
     )
     backends = choose_backends(

@@ -203,7 +203,7 @@ class Runner:
                 for first in range(0, len(span) - 1, _ROWS_WITH_LOGITS):
                     tokens = span[first + 1 : first + 1 + _ROWS_WITH_LOGITS]
                     some = hidden[start + first : start + first + len(tokens)]
-                    logits = self.decoder.model.logits(some)
+                    logits = self.decoder.logits(some)
                     request.group.add_prompt_reports(
                         report_logprobs(logits, tokens, [count] * len(tokens))
                     )

@@ -106,6 +106,8 @@ class MemoryOptions:
         max_verify_tokens: most rows of one request in a step that verifies.
         ring_capacity: R, rows of a ring, a power of two.
         max_window: W, most live rows of a ring.
+        is_aligned: whether windows are folded every W committed rows of a request, and the rows of
+            a step never cross such a border.
     """
 
     dtype: torch.dtype
@@ -113,6 +115,7 @@ class MemoryOptions:
     max_verify_tokens: int = 8
     ring_capacity: int = 32
     max_window: int = 16
+    is_aligned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

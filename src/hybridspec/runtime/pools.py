@@ -8,6 +8,7 @@ admitted, never inside a decode step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -74,20 +75,36 @@ class Pools:
 
     def _view(self, index: int) -> None:
         """Make the view of a layer's memory anew, over the tensors and cursors of now."""
-        cursors = Cursors(
+        tensors = self._slot_tensors[index] | self._page_tensors[index]
+        self._memories[index] = self.specs.all()[index].view(tensors, self._cursors())
+
+    def _cursors(self) -> Cursors:
+        return Cursors(
             seq_len=self.seq_len,
             ring_start=self.ring_start,
             history_len=self.history_len,
             page_table=self.page_table,
             max_window=self.max_window,
         )
-        tensors = self._slot_tensors[index] | self._page_tensors[index]
-        self._memories[index] = self.specs.all()[index].view(tensors, cursors)
 
     @property
     def memories(self) -> tuple[Any, ...]:
         """The memory of each layer of the trunk, in order; valid until the pools grow."""
         return tuple(self._memories[: len(self.specs.layers)])
+
+    def memories_at(
+        self, seq_len: Tensor, ring_start: Tensor, history_len: Tensor
+    ) -> tuple[Any, ...]:
+        """Return the same memories with other cursors, [S] int32 each."""
+        cursors = replace(
+            self._cursors(), seq_len=seq_len, ring_start=ring_start, history_len=history_len
+        )
+        return tuple(
+            spec.view(slots | pages, cursors)
+            for spec, slots, pages in zip(
+                self.specs.layers, self._slot_tensors, self._page_tensors, strict=False
+            )
+        )
 
     @property
     def head_memory(self) -> KvMemory | None:

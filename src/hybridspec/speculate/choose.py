@@ -83,7 +83,7 @@ def choose_and_accept(
         The tokens [N], int64, and what was accepted.
     """
     requests, sampling = decoder.requests, decoder.sampling.table
-    logits = decoder.model.logits(hidden)
+    logits = decoder.logits(hidden)
     raw = None if asks.num_logprobs is None else logits.clone()  # choosing may edit them
     width = step.max_seqlen
     # A padding row has source -1, so it is told apart by its sign; its owner is the last request.

@@ -15,6 +15,7 @@ from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import Pools, SamplingPool
 from hybridspec.speculate.forced import ForcedAcceptance
 from hybridspec.speculate.logprobs import LogprobReport
+from hybridspec.speculate.row_by_row import forward_row_by_row, logits_row_by_row
 
 __all__ = ["Asks", "Decoder", "Drafter", "Outcome"]
 
@@ -83,6 +84,7 @@ class Decoder:
         sampling: how each slot's tokens are chosen.
         drafter: proposes tokens.
         forced: replaces which drafts stand; None: those that are right.
+        is_row_by_row: whether every row to verify is a forward pass of its own.
     """
 
     model: HybridModel
@@ -91,6 +93,19 @@ class Decoder:
     sampling: SamplingPool
     drafter: Drafter
     forced: ForcedAcceptance | None = None
+    is_row_by_row: bool = False
+
+    def forward(self, step: Step) -> Tensor:
+        """Run the trunk over the rows of a step; hidden states [N, D]."""
+        if self.is_row_by_row:
+            return forward_row_by_row(self.model, step, self.pools)
+        return self.model.forward(step, self.pools.memories)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the LM head's logits [N, vocab] of hidden states [N, D], at least fp32."""
+        if self.is_row_by_row:
+            return logits_row_by_row(self.model, hidden)
+        return self.model.logits(hidden)
 
     def history(self, slot: int, seq_len: Tensor) -> list[int]:
         """Read a slot's tokens up to the newest from the log; on a device this waits.

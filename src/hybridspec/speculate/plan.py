@@ -30,16 +30,22 @@ def plan_rows(decoder: Decoder, lanes: Tensor, step: Step, *, num_rows: int) -> 
     pools, requests = decoder.pools, decoder.requests
     rows = requests.rows_of(lanes)
     slots = torch.where(requests.is_done.index_select(0, rows) == 0, lanes, -1)
+    num_drafts, options = requests.num_drafts.index_select(0, rows), pools.specs.options
+    if options.is_aligned:
+        # A window is folded full or not at all: drafts end at its border, a full one folds first.
+        live = pools.history_len.index_select(0, rows.clamp(max=pools.num_slots - 1))
+        room = options.max_window - live % options.max_window
+        num_drafts = torch.minimum(num_drafts, room - 1)
     plan_step(
         requests.confidences.index_select(0, rows),
         requests.next_tokens.index_select(0, rows),
         slots,
         pools.seq_len,
         pools.history_len,
-        ring_start=pools.ring_start,
+        ring_start=None if options.is_aligned else pools.ring_start,
         num_rows=num_rows,
-        num_drafts=requests.num_drafts.index_select(0, rows),
-        max_window=pools.specs.options.max_window,
+        num_drafts=num_drafts,
+        max_window=options.max_window,
         plan=step,
     )
     return slots

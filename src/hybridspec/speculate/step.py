@@ -42,7 +42,7 @@ def decode_step(
     slots = plan_rows(decoder, lanes, step, num_rows=num_rows)
 
     # Forward: every row is appended to the logs of its request, past the cursors.
-    hidden = decoder.model.forward(step, pools.memories)
+    hidden = decoder.forward(step)
 
     # Choose the token after each row; accept the drafts that equal it, and one token more.
     chosen, outcome = choose_and_accept(decoder, hidden, step, asks, seq_len=pools.seq_len)
@@ -86,7 +86,7 @@ def prefill_step(
         Hidden states of all rows, [N, D], and what `complete` got, None if there are none.
     """
     pools, drafter, outcome = decoder.pools, decoder.drafter, None
-    hidden = decoder.model.forward(step, pools.memories)
+    hidden = decoder.forward(step)
     last = (step.cu_seqlens[1:] - 1).long()[complete]
     slots = step.slots[complete]
     if complete.shape[0]:
