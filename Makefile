@@ -21,7 +21,7 @@ GPU_PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONPATH=src:tests$${PYTHONPATH:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p xdist -p timeout -p hypothesispytest -p gpu_results \
 	-n $(GPU_JOBS) --dist worksteal --timeout 120 --timeout-method thread -m gpu
 
-.PHONY: help demo test test-full test-gpu test-page lint format clean
+.PHONY: help demo test test-full test-gpu test-page docs lint format clean
 
 help:
 	@echo 'make demo       generate with the bundled model, then compare with plain decoding'
@@ -29,6 +29,7 @@ help:
 	@echo 'make test-full  linters and all tests that need no GPU; writes tests/results/test-full.txt'
 	@echo 'make test-gpu   tests on a GPU with PYTHON as it is; SHARD=paths runs a part'
 	@echo 'make test-page  the page in Chromium, which has to be there, and Playwright in .venv'
+	@echo 'make docs       the documents as a site in build/site; a link that leads nowhere fails'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     ruff format and the fixes that ruff can make'
 	@echo 'make clean      remove the virtual environment and caches'
@@ -40,6 +41,10 @@ help:
 
 .venv/.ready-dev: .venv/.ready-engine requirements/dev.txt requirements/triton.txt
 	@$(PYTHON) tools/setup_venv.py --with-triton .venv requirements/dev.txt
+	@touch $@
+
+.venv/.ready-docs: .venv/.ready-dev requirements/docs.txt
+	@$(PYTHON) tools/setup_venv.py .venv requirements/docs.txt
 	@touch $@
 
 demo: .venv/.ready-engine
@@ -61,6 +66,10 @@ test-gpu:
 
 test-page: .venv/.ready-dev
 	@$(PYTEST) -m browser tests/serve/test_page.py
+
+docs: .venv/.ready-docs
+	@$(BIN)/python -m mkdocs build --quiet --strict
+	@echo 'build/site/index.html'
 
 lint: .venv/.ready-dev
 	@$(BIN)/ruff check .
