@@ -37,6 +37,10 @@ def submitted(engine: Engine, options: Sequence[dict[str, Any]]) -> list[Request
     return requests
 
 
+def table_rows(engine: Engine) -> int:
+    return engine.runner.decoder.requests.most_drafts + 1
+
+
 def check_slot(engine: Engine, request: Request, draft_limit: int) -> None:
     """Everything in the request's slot is its own."""
     pools, slot = engine.pools, request.slot
@@ -44,7 +48,9 @@ def check_slot(engine: Engine, request: Request, draft_limit: int) -> None:
     prompt, pages = request.prompt_token_ids, list(engine.allocator.pages_of(slot))
     row = pools.page_table[slot].tolist()
     assert row == pages + [-1] * (len(row) - len(pages))
-    assert len(pages) == -(-(len(prompt) + request.limit) // pools.page_size)
+    # Of the prompt, and of what its prefill brings: a token and drafts.
+    rows = min(len(prompt) + table_rows(engine), len(prompt) + request.limit)
+    assert len(pages) == -(-rows // pools.page_size)
     logged = pools.token_pages[pages].flatten().tolist()
     assert logged[: len(prompt)] == prompt
     table = engine.runner.decoder.requests

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from helpers.drafters import random_script, run, scripted_engine
 from helpers.tiny_checkpoints import TinyCheckpoint, build_tiny_checkpoint
 from hybridspec import LLM, SamplingParams
-from hybridspec.runtime import Allocator, GdnMemory, KvMemory, Pools
+from hybridspec.runtime import GdnMemory, KvMemory, Pools
 from hybridspec.runtime import pools as pools_module
 from hybridspec.runtime import slots as slots_module
 
@@ -52,9 +52,7 @@ def test_steps_that_do_not_fold_leave_states_alone(tmp_path: Path, k: int) -> No
     build_tiny_checkpoint(tmp_path, linear_key_head_dim=128, linear_value_head_dim=128)
     engine = LLM(tmp_path, draft_tokens=k, device="cpu")._engine
     engine.pools.grow_slots(4)
-    engine.allocator = engine.scheduler.allocator = Allocator(
-        engine.pools, can_grow=True, max_slots=4
-    )
+    engine.allocator.__post_init__()
     for offset in range(3):
         engine.submit(engine.make_request([token + offset for token in PROMPT], PARAMS))
     engine.step()
@@ -99,7 +97,7 @@ def test_poison_in_everything_dead(tiny: TinyCheckpoint) -> None:
     pools = engine.pools
     pools.grow_slots(12)
     pools.grow_pages(40)
-    engine.allocator = engine.scheduler.allocator = Allocator(pools, can_grow=True, max_slots=12)
+    engine.allocator.__post_init__()
     for pool in pools.of_kind(KvMemory):
         pool.k_pages.fill_(torch.nan)
         pool.v_pages.fill_(torch.nan)

@@ -15,13 +15,14 @@ import torch
 from helpers.no_sync import no_sync
 from helpers.tiny_checkpoints import TinyCheckpoint
 from hybridspec import LLM, SamplingParams
+from hybridspec.engine import resolve
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.request import Request
 from hybridspec.speculate import DraftsFromLists
 
 READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 # The CPU backends of operators read on purpose; so does what lets drafters of lists take part.
-COUNTED = ("hybridspec.speculate", "hybridspec.engine")
+COUNTED = ("hybridspec.speculate", "hybridspec.engine", "hybridspec.runtime.upload")
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {
@@ -110,7 +111,33 @@ def test_a_step_on_a_cpu(
     engine.abort(requests[1])
     with counted(monkeypatch) as (reads, uploads):
         engine.step()
-    assert (reads, uploads) == (CPU_READS, {"Runner._upload": 1})
+    assert (reads, uploads) == (CPU_READS, {"upload_parts": 1})
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_new_pages_travel_in_the_one_upload(
+    tiny: TinyCheckpoint, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of requests that grow come with the lanes, or alone where these are the same."""
+    monkeypatch.setattr(resolve, "PAGE_SIZE", 4)
+    engine = LLM(tiny.folder, draft_tokens=3, device="cpu")._engine
+    engine.run_ahead = late
+    requests = running(engine, GREEDY)
+    seen = set()
+    for step in range(12):
+        if step == 6:
+            engine.abort(requests[1])
+        held = [len(engine.allocator.pages_of(r.slot)) for r in requests if r.slot is not None]
+        with counted(monkeypatch) as (_, uploads):
+            engine.step()
+        live = [request for request in requests if request.slot is not None]
+        pages = [engine.allocator.pages_of(request.slot) for request in live]
+        has_grown = [len(one) for one in pages] != held
+        assert uploads == ({"upload_parts": 1} if has_grown or step == 6 else {})
+        seen.add((has_grown, step == 6))
+        for request, mine in zip(live, pages, strict=True):
+            assert engine.pools.page_table[request.slot, : len(mine)].tolist() == list(mine)
+    assert {(True, False), (False, False)} <= seen
 
 
 def test_what_a_batch_asks_for_is_looked_up_once(

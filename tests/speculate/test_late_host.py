@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from helpers.sampling_cases import random_params, random_prompts
+from helpers.small_pools import fix_pools
 from helpers.tiny_checkpoints import TinyCheckpoint
 from hybridspec import LLM, RequestOutput, SamplingParams
+from hybridspec.engine import resolve
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.request import Request
 from hybridspec.models.hybrid import HybridModel
@@ -247,7 +249,9 @@ def test_a_result_belongs_to_an_admission(engine: Engine) -> None:
     assert requests[1].num_generated == 1
 
 
-def ran(tiny: TinyCheckpoint, late: int, **options: Any) -> list[RequestOutput]:
+def ran(
+    tiny: TinyCheckpoint, late: int, num_pages: int | None = None, **options: Any
+) -> list[RequestOutput]:
     """Many requests with options at random through few slots; they join and leave all the time."""
     rng = random.Random(7)
     prompts = random_prompts(rng, 14)
@@ -256,6 +260,8 @@ def ran(tiny: TinyCheckpoint, late: int, **options: Any) -> list[RequestOutput]:
     ]
     engine = LLM(tiny.folder, device="cpu", max_num_seqs=5, **options)._engine
     engine.run_ahead = late
+    if num_pages is not None:
+        fix_pools(engine, num_slots=5, num_pages=num_pages)
     requests = []
     for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         requests.append(engine.make_request(prompt, one))
@@ -266,6 +272,7 @@ def ran(tiny: TinyCheckpoint, late: int, **options: Any) -> list[RequestOutput]:
         assert len(engine.runner.launched) <= late
         engine.step()
     assert engine.allocator.num_live == 0 and not engine.runner.launched
+    assert engine.allocator.num_free_pages == engine.pools.num_pages
     return [request.output() for request in requests]
 
 
@@ -300,3 +307,22 @@ def test_an_engine_that_is_one_step_late(tiny: TinyCheckpoint, options: dict[str
     assert reasons == {"str", "int", "NoneType"}
     assert any(len(one.outputs) > 1 for one in soon)
     assert any(one.outputs[0].logprobs for one in soon)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("k", [0, 3, 7])
+def test_pages_that_come_as_requests_grow(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, k: int, late: int
+) -> None:
+    """They are there before a row is; where they run out, requests begin anew and say the same."""
+    right = ran(tiny, 0, draft_tokens=k)
+    monkeypatch.setattr(resolve, "PAGE_SIZE", 4)
+    found = ran(tiny, late, draft_tokens=k, num_pages=21)
+    assert sum(output.stats.preemptions for output in found) > 0
+    for left, other in zip(right, found, strict=True):
+        for one, two in zip(left.outputs, other.outputs, strict=True):
+            assert (one.token_ids, one.text) == (two.token_ids, two.text)
+            assert (one.finish_reason, one.stop_reason) == (two.finish_reason, two.stop_reason)
+            assert len(one.logprobs or []) == len(two.logprobs or [])
+        committed = sum(other.stats.committed_per_step) + len(other.outputs)
+        assert committed == sum(len(one.token_ids) for one in other.outputs)

@@ -94,38 +94,44 @@ class Engine:
         )
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self.pools, self.allocator = make_pools(self.resolved)
-        self.runner = Runner(self._decoder(drafter), verify_rows=self.config.verify_rows)
+        self.runner = Runner(
+            self._decoder(drafter), self.allocator, verify_rows=self.config.verify_rows
+        )
         assert self.config.max_num_batched_tokens is not None  # resolved
+        # On a device the next step is launched before the outcome of the last one is read.
+        self.run_ahead = 1 if self.pools.device.type == "cuda" else 0
         self.scheduler = Scheduler(
             self.allocator,
             self.runner,
             max_prompt_rows=self.config.max_num_batched_tokens,
             max_chunk=PROMPT_CHUNK,
+            # What is computed anew is computed in chunks, whose bits differ from those of steps.
+            is_set_back=self.config.exact != "bitwise",
         )
-        if self._can_capture(drafter):
-            self.runner.graphs = StepGraphs(
-                self.runner.decoder,
-                ladder(min(self.pools.num_slots, MOST_CAPTURED)),
-                asks=Asks(
-                    uses=SamplingUses.everything(),
-                    has_confidences=self.config.verify_rows is not None,
-                ),
-                verify_rows=self.config.verify_rows,
-            )
-        # On a device the next step is launched before the outcome of the last one is read.
-        self.run_ahead = 1 if self.pools.device.type == "cuda" else 0
+        self.runner.graphs = self._captured(drafter)
         self._ids = itertools.count()
         self.lock = threading.Lock()
         self._inbox: deque[Request] = deque()
         self._dropped: deque[Request] = deque()
 
-    def _can_capture(self, drafter: ListDrafter | None) -> bool:
-        """Whether steps can be captured: on a device, where no step waits for the host."""
+    def _captured(self, drafter: ListDrafter | None) -> StepGraphs | None:
+        """Capture steps, if they can be: on a device, where no step waits for the host."""
         is_device = self.pools.device.type == "cuda"
         # Plain PyTorch reads the batch on the host.
         backends = self.resolved.backends
         reads = any(backends.get(op, ("",))[0] == "reference" for op in CAPTURED_OPS)
-        return is_device and drafter is None and not reads and not self.config.enforce_eager
+        if not is_device or drafter is not None or reads or self.config.enforce_eager:
+            return None
+        return StepGraphs(
+            self.runner.decoder,
+            self.allocator,
+            ladder(min(self.pools.num_slots, MOST_CAPTURED)),
+            asks=Asks(
+                uses=SamplingUses.everything(),
+                has_confidences=self.config.verify_rows is not None,
+            ),
+            verify_rows=self.config.verify_rows,
+        )
 
     def _decoder(self, drafter: ListDrafter | None) -> Decoder:
         """Put together what steps work on."""
@@ -313,6 +319,8 @@ class Engine:
                 with timed("prefill"):
                     self.runner.prefill(scheduler.prefill_chunks())
                 self._collect(self.run_ahead)
+            if scheduler.running:
+                scheduler.grow(self.run_ahead + 1)
             if scheduler.running:
                 with timed("decode"):
                     self.runner.decode(scheduler.running)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops.verify_plan import Step
+from hybridspec.runtime import Allocator
 from hybridspec.speculate import Asks, Decoder, Outcome, decode_step
 
 __all__ = ["StepGraphs", "ladder"]
@@ -44,6 +45,7 @@ class StepGraphs:
 
     Attributes:
         decoder: what the steps work on; its pools and tables keep their addresses.
+        allocator: brings the lanes to the device, with what is new in the page table.
         sizes: batch sizes, rising.
         nbytes: memory that the graphs hold.
     """
@@ -51,12 +53,14 @@ class StepGraphs:
     def __init__(
         self,
         decoder: Decoder,
+        allocator: Allocator,
         sizes: Sequence[int],
         *,
         asks: Asks,
         verify_rows: int | None,
     ) -> None:
         self.decoder = decoder
+        self.allocator = allocator
         self.sizes = list(sizes)
         self.verify_rows = verify_rows
         device = decoder.pools.device
@@ -90,8 +94,9 @@ class StepGraphs:
         if captured.slots != list(slots):
             captured.slots[:] = slots
             padded = [*slots, *[-1] * (self.sizes[place] - len(slots))]
-            lanes = torch.tensor(padded, dtype=torch.int32).pin_memory()
-            captured.lanes.copy_(lanes, non_blocking=True)
+            captured.lanes.copy_(self.allocator.upload(padded))
+        elif self.allocator.has_grown:
+            self.allocator.upload(())
         captured.graph.replay()
         return captured.outcome
 

@@ -19,6 +19,8 @@ class RequestStats:
         drafted_per_step: drafts verified in each verify step.
         accepted_per_step: drafts accepted in each verify step (before a stop cut the step).
         folds: verify steps that folded the ring into the checkpoint.
+        preemptions: how often it was set back because pages ran out; a verify step without drafts
+            stands for each prefill that took it up again.
         prefill_s: seconds from admission to the first token.
         decode_s: seconds in verify steps, drafting included.
     """
@@ -27,6 +29,7 @@ class RequestStats:
     drafted_per_step: list[int] = field(default_factory=list)
     accepted_per_step: list[int] = field(default_factory=list)
     folds: int = 0
+    preemptions: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
@@ -48,6 +51,7 @@ def join_stats(stats: list[RequestStats]) -> RequestStats:
         drafted_per_step=[n for s in stats for n in s.drafted_per_step],
         accepted_per_step=[n for s in stats for n in s.accepted_per_step],
         folds=sum(s.folds for s in stats),
+        preemptions=sum(s.preemptions for s in stats),
         prefill_s=max(s.prefill_s for s in stats),
         decode_s=max(s.decode_s for s in stats),
     )

@@ -93,7 +93,11 @@ class Request:
         slot: index in the pools while running, else None.
         admission: number of its admission to that slot, for results that come late.
         admitted_at: when that was, by `time.perf_counter`.
-        num_prefilled: prompt rows already processed.
+        arrival: number in the order in which requests came.
+        room: tokens that its pages hold; those of its longest form if they hold all of it.
+        num_prefilled: rows of the prefill already processed.
+        prefill_end: rows of the prefill: the prompt, and where the request begins anew, what it has
+            said as well.
         finish_reason, stop_reason: as in CompletionOutput.
         failure: what its caller is to be told where it was dropped.
         stats: what happened to it.
@@ -108,7 +112,10 @@ class Request:
     slot: int | None = None
     admission: int = -1
     admitted_at: float = 0.0
+    arrival: int = -1
+    room: int = 0
     num_prefilled: int = 0
+    prefill_end: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     failure: Exception | None = None

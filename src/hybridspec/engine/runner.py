@@ -17,7 +17,7 @@ from hybridspec.engine.request import Request
 from hybridspec.ops.accept import RequestTable, StepResult, Taken
 from hybridspec.ops.sampling import NO_TOKEN
 from hybridspec.ops.verify_plan import Step
-from hybridspec.runtime import to_device, upload_parts
+from hybridspec.runtime import Allocator, to_device, upload_parts
 from hybridspec.speculate import (
     Asks,
     Decoder,
@@ -77,17 +77,17 @@ class Runner:
 
     Attributes:
         decoder: model and memories.
+        allocator: says which pages requests have.
         verify_rows: most rows of a verify step over all requests; None verifies every draft.
         graphs: captured steps; None runs every step operator by operator.
         launched: steps whose outcome was not read yet, oldest first.
         counters: told of every forward and of what it brought.
     """
 
-    def __init__(
-        self, decoder: Decoder, *, verify_rows: int | None, counters: Counters | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, allocator: Allocator, *, verify_rows: int | None) -> None:
         self.decoder = decoder
-        self.counters = counters or Counters.create(decoder.requests.most_drafts)
+        self.allocator = allocator
+        self.counters = Counters.create(decoder.requests.most_drafts)
         self.verify_rows = verify_rows
         self.graphs: StepGraphs | None = None
         self.launched: deque[_Launch] = deque()
@@ -104,29 +104,28 @@ class Runner:
         slot = request.slot
         assert slot is not None
         self.fit_tables()
-        return self.decoder.sampling.write(slot, request.options, prompt=request.prompt_token_ids)
+        return self.decoder.sampling.write(
+            slot, request.options, prompt=request.prompt_token_ids, output=request.token_ids
+        )
 
-    def write(self, admitted: Sequence[tuple[Request, Sequence[int]]]) -> None:
-        """Write limits and prompts of requests into their slots and pages.
+    def write(self, admitted: Sequence[Request]) -> None:
+        """Write limits and tokens of requests into their slots and pages.
 
         Nothing is waited for, and all requests share the copy and the launches.
-
-        Args:
-            admitted: requests, and the pages of each.
         """
         table, pools = self.decoder.requests, self.decoder.pools
         most, size = table.most_drafts, pools.page_size
         slots, limits, ends, places, tokens = (array("i") for _ in range(5))
-        for request, pages in admitted:
-            prompt, wish = request.prompt_token_ids, request.params.draft_tokens
-            num_pages = -(-len(prompt) // size)
+        for request in admitted:
+            history, wish = request.history, request.params.draft_tokens
+            num_pages = -(-len(history) // size)
             assert request.slot is not None
             slots.append(request.slot)
             limits.append(most if wish is None else min(wish, most))
-            ends.append(len(prompt) + request.limit - 1)
-            places.extend(pages[:num_pages])
-            tokens.extend(prompt)
-            tokens.extend([0] * (num_pages * size - len(prompt)))
+            ends.append(request.max_tokens_in_logs - 1)
+            places.extend(self.allocator.pages_of(request.slot)[:num_pages])
+            tokens.extend(history)
+            tokens.extend([0] * (num_pages * size - len(history)))
         numbers, draft_limit, last_position, at, ids = upload_parts(
             [slots, limits, ends, places, tokens], pools.device
         )
@@ -158,13 +157,13 @@ class Runner:
         self.counters.num_prefills += 1
         self.counters.prompt_rows += sum(lengths)
         spans = [
-            request.prompt_token_ids[request.num_prefilled : request.num_prefilled + rows + 1]
+            request.history[request.num_prefilled : request.num_prefilled + rows + 1]
             for request, rows in chunks
         ]
         complete = []
         for b, (request, rows) in enumerate(chunks):
             request.num_prefilled += rows
-            if request.num_prefilled == len(request.prompt_token_ids):
+            if request.num_prefilled == request.prefill_end:
                 complete.append(b)
         fed = [t for span, rows in zip(spans, lengths, strict=True) for t in span[:rows]]
         step = Step.of_rows(
@@ -184,29 +183,29 @@ class Runner:
             self._upload(complete, torch.int64),
             self._asks([requests[b] for b in complete]),
         )
-        self._report_prompts(requests, hidden, spans, lengths)
+        self._report_prompts(requests, hidden, lengths)
         if outcome is not None:
             self._launch([requests[b] for b in complete], outcome, started, is_prefill=True)
 
     def _report_prompts(
-        self,
-        requests: Sequence[Request],
-        hidden: Tensor,
-        spans: Sequence[Sequence[int]],
-        lengths: Sequence[int],
+        self, requests: Sequence[Request], hidden: Tensor, lengths: Sequence[int]
     ) -> None:
-        """Add log-probabilities of prompt tokens: row i of a span says how likely token i+1 was."""
+        """Add log-probabilities of prompt tokens: row i says how likely token i+1 was.
+
+        A request that begins anew has some already.
+        """
         start = 0
-        for request, span, rows in zip(requests, spans, lengths, strict=True):
-            count = request.params.prompt_logprobs
+        for request, rows in zip(requests, lengths, strict=True):
+            group, count = request.group, request.params.prompt_logprobs
             if count is not None and request.index == 0:
-                for first in range(0, len(span) - 1, _ROWS_WITH_LOGITS):
-                    tokens = span[first + 1 : first + 1 + _ROWS_WITH_LOGITS]
-                    some = hidden[start + first : start + first + len(tokens)]
+                assert group.prompt_logprobs is not None
+                shift = start - (request.num_prefilled - rows)  # from a position to its row
+                end = min(request.num_prefilled + 1, len(group.prompt_token_ids))
+                for first in range(len(group.prompt_logprobs), end, _ROWS_WITH_LOGITS):
+                    tokens = group.prompt_token_ids[first : min(first + _ROWS_WITH_LOGITS, end)]
+                    some = hidden[shift + first - 1 : shift + first - 1 + len(tokens)]
                     logits = self.decoder.logits(some)
-                    request.group.add_prompt_reports(
-                        report_logprobs(logits, tokens, [count] * len(tokens))
-                    )
+                    group.add_prompt_reports(report_logprobs(logits, tokens, [count] * len(tokens)))
             start += rows
 
     def decode(self, requests: Sequence[Request]) -> None:
@@ -238,7 +237,9 @@ class Runner:
         """Run a step operator by operator."""
         decoder, count = self.decoder, len(slots)
         if slots != self._lanes[0]:
-            self._lanes = (slots, self._upload(slots))
+            self._lanes = (slots, self.allocator.upload(slots))
+        elif self.allocator.has_grown:
+            self.allocator.upload(())
         lanes = self._lanes[1]
         num_rows = decoder.most_rows(count, self.verify_rows)
         if not lanes.is_cuda:  # a device keeps its shapes; here dead rows cost time
@@ -273,10 +274,11 @@ class Runner:
             reports = report.read(tokens, [count] * len(tokens), first)
         if taken.done == RequestTable.DONE_BY_NAN:
             tokens, reports = [*tokens, NO_TOKEN], None if reports is None else [*reports, {}]
+        is_first = launch.is_prefill and request.num_generated == 0
         num_taken = request.take(tokens, reports)
         stats, counters = request.stats, self.counters
         counters.generated_tokens += num_taken
-        if launch.is_prefill:
+        if is_first:
             counters.prompt_tokens += len(request.prompt_token_ids)
             stats.prefill_s = time.perf_counter() - request.admitted_at
             request.post(num_taken, 0, [], 0, False)

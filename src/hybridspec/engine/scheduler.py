@@ -1,7 +1,9 @@
 """Which requests wait, which are being prefilled and which decode.
 
-First come, first served. A request is admitted when a slot and all its pages are free, so that
-once running it always finishes.
+First come, first served. A request is admitted when a slot and the pages of its prompt are free,
+and takes pages as it grows. Where they run out, the request that came last is set back: it gives up
+what it has and waits, in front of all others that wait, to be computed anew. So the one that came
+first always finishes.
 """
 
 from __future__ import annotations
@@ -26,17 +28,27 @@ class Scheduler:
         max_prompt_rows: prompt rows of all requests per forward.
         max_chunk: prompt rows of one request per forward, and of all requests where some decode,
             which wait for them.
+        is_set_back: whether requests may begin anew for want of pages; if not, each takes all that
+            it can ever need when it is admitted.
     """
 
     def __init__(
-        self, allocator: Allocator, runner: Runner, *, max_prompt_rows: int, max_chunk: int
+        self,
+        allocator: Allocator,
+        runner: Runner,
+        *,
+        max_prompt_rows: int,
+        max_chunk: int,
+        is_set_back: bool = True,
     ) -> None:
         self.allocator = allocator
         self.runner = runner
         self._admissions = itertools.count()
+        self._arrivals = itertools.count()
         self._unwritten: list[Request] = []  # have a slot that the device does not know of yet
         self.max_prompt_rows = max_prompt_rows
         self.max_chunk = min(max_chunk, max_prompt_rows)
+        self.is_set_back = is_set_back
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
@@ -46,6 +58,8 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self.running)
 
     def add(self, request: Request) -> None:
+        """Queue a request behind all others."""
+        request.arrival = next(self._arrivals)
         self.waiting.append(request)
 
     def admit(self) -> None:
@@ -55,7 +69,7 @@ class Scheduler:
         new = [(one, slot) for one in self._unwritten if (slot := one.slot) is not None]
         if new:
             self.allocator.prepare([slot for _, slot in new])
-            self.runner.write([(one, self.allocator.pages_of(slot)) for one, slot in new])
+            self.runner.write([one for one, _ in new])
         self._unwritten.clear()
 
     def _give_slots(self) -> None:
@@ -66,7 +80,7 @@ class Scheduler:
                     return
             except Exception as error:  # its caller is told; whoever runs this step is not
                 self.waiting.popleft()
-                request.finish_reason, request.failure = "abort", error
+                self._fail(request, error)
                 continue
             self.waiting.popleft()
             request.admitted_at = time.perf_counter()
@@ -76,10 +90,18 @@ class Scheduler:
 
     def _place(self, request: Request) -> bool:
         """Give a request its room, and say whether there is any; an error leaves none taken."""
-        slot = self.allocator.acquire(request.max_tokens_in_logs)
+        # The prefill brings a token and drafts; who is there already can take a page before that.
+        most_drafts = self.runner.decoder.requests.most_drafts
+        tokens = request.max_tokens_in_logs
+        if self.is_set_back:
+            tokens = min(request.num_tokens + most_drafts + 1, tokens)
+        growing = sum(one.room < one.max_tokens_in_logs for one in self._live)
+        slot = self.allocator.acquire(tokens, num_spare=growing)
         if slot is None:
             return False
         request.slot, request.admission = slot, next(self._admissions)
+        request.room = self.allocator.room_of(slot)
+        request.num_prefilled, request.prefill_end = 0, request.num_tokens
         has_room = False
         try:
             has_room = self.runner.admit(request)
@@ -88,6 +110,52 @@ class Scheduler:
                 request.slot = None
                 self.allocator.release(slot)
         return has_room
+
+    @property
+    def _live(self) -> list[Request]:
+        """Requests that have a slot."""
+        return [*self.prefilling, *self.running]
+
+    def grow(self, num_steps: int) -> None:
+        """Give running requests the pages that steps can need, or set back those that came last.
+
+        Args:
+            num_steps: steps that may run before the host knows what they brought.
+        """
+        most_drafts = self.runner.decoder.requests.most_drafts
+        # Each step can commit k + 1 tokens; behind the last one the drafter looks ahead.
+        ahead = num_steps * (most_drafts + 1) + most_drafts
+        short = [
+            one for one in self.running
+            if one.room < len(one.history) + ahead and one.room < one.max_tokens_in_logs
+        ]  # fmt: skip
+        for request in sorted(short, key=_by_arrival):
+            tokens = min(request.num_tokens + ahead, request.max_tokens_in_logs)
+            while request.slot is not None and not self._extend(request, request.slot, tokens):
+                last = max(self._live, key=_by_arrival)
+                if last is not request or len(self._live) > 1:
+                    self._set_back(last)
+                else:
+                    self.remove(request)
+                    self._fail(request, self.allocator.too_large(tokens))
+
+    def _extend(self, request: Request, slot: int, tokens: int) -> bool:
+        """Give a request more pages, and say whether there are any."""
+        has_room = self.allocator.extend(slot, tokens)
+        request.room = self.allocator.room_of(slot)
+        return has_room
+
+    def _set_back(self, request: Request) -> None:
+        """Let a request begin anew, before all that wait; what is in flight for it is dropped."""
+        self.remove(request)
+        request.admission = -1
+        request.stats.preemptions += 1
+        self.runner.counters.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        request.finish_reason, request.failure = "abort", error
+        self.runner.counters.num_aborted += 1
 
     def prefill_chunks(self) -> list[tuple[Request, int]]:
         """The requests whose prompts go on now, in order, and how many rows of each.
@@ -99,7 +167,7 @@ class Scheduler:
         for request in self.prefilling:
             first = request.num_prefilled
             border = first - first % self.max_chunk + self.max_chunk
-            rows = min(len(request.prompt_token_ids), border) - first
+            rows = min(request.prefill_end, border) - first
             if rows > budget:
                 break
             chunks.append((request, rows))
@@ -111,7 +179,7 @@ class Scheduler:
         if self.prefilling:
             still_prefilling = []
             for request in self.prefilling:
-                if request.num_prefilled < len(request.prompt_token_ids):
+                if request.num_prefilled < request.prefill_end:
                     still_prefilling.append(request)
                 else:
                     self.running.append(request)
@@ -135,3 +203,7 @@ class Scheduler:
             self.runner.release(request.slot)
             self.allocator.release(request.slot)
             request.slot = None
+
+
+def _by_arrival(request: Request) -> int:
+    return request.arrival
