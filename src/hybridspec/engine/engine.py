@@ -114,13 +114,16 @@ class Engine:
         self._inbox: deque[Request] = deque()
         self._dropped: deque[Request] = deque()
 
-    def _captured(self, drafter: ListDrafter | None) -> StepGraphs | None:
-        """Capture steps, if they can be: on a device, where no step waits for the host."""
+    def _can_capture(self, drafter: ListDrafter | None) -> bool:
+        """Whether steps can be captured: on a device, where no step waits for the host."""
         is_device = self.pools.device.type == "cuda"
         # Plain PyTorch reads the batch on the host.
         backends = self.resolved.backends
         reads = any(backends.get(op, ("",))[0] == "reference" for op in CAPTURED_OPS)
-        if not is_device or drafter is not None or reads or self.config.enforce_eager:
+        return is_device and drafter is None and not reads and not self.config.enforce_eager
+
+    def _captured(self, drafter: ListDrafter | None) -> StepGraphs | None:
+        if not self._can_capture(drafter):
             return None
         return StepGraphs(
             self.runner.decoder,
