@@ -21,7 +21,7 @@ GPU_PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONPATH=src:tests$${PYTHONPATH:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p xdist -p timeout -p hypothesispytest -p gpu_results \
 	-n $(GPU_JOBS) --dist worksteal --timeout 120 --timeout-method thread -m gpu
 
-.PHONY: help demo test test-full test-gpu test-page docs lint format clean
+.PHONY: help demo test test-full test-gpu test-page docs plots lint format clean
 
 help:
 	@echo 'make demo       generate with the bundled model, then compare with plain decoding'
@@ -30,6 +30,7 @@ help:
 	@echo 'make test-gpu   tests on a GPU with PYTHON as it is; SHARD=paths runs a part'
 	@echo 'make test-page  the page in Chromium, which has to be there, and Playwright in .venv'
 	@echo 'make docs       the documents as a site in build/site; a link that leads nowhere fails'
+	@echo 'make plots      the plots of the documents, from benchmarks/results'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     ruff format and the fixes that ruff can make'
 	@echo 'make clean      remove the virtual environment and caches'
@@ -70,6 +71,9 @@ test-page: .venv/.ready-dev
 docs: .venv/.ready-docs
 	@$(BIN)/python -m mkdocs build --quiet --strict
 	@echo 'build/site/index.html'
+
+plots: .venv/.ready-dev
+	@$(BIN)/python benchmarks/plots.py
 
 lint: .venv/.ready-dev
 	@$(BIN)/ruff check .

@@ -297,32 +297,6 @@ def verdicts(rows: list[dict]) -> list[str]:
     return [*lines, f"page 16: at most {worst:.3f} x page 128 (bar 1.03)"]
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """Draw the rate of both against the bytes of a step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    marks = {"triton, page 16": "o", "fa3, attention only": "x"}
-    for variant, mark in marks.items():
-        for kind, size in (("row", 50), ("random", 18)):
-            mine = [r for r in rows if (r["variant"], r["name"]) == (variant, kind)]
-            axes.scatter(
-                [row["bytes"] / 1e6 for row in mine], [row["tb_per_s"] for row in mine],
-                marker=mark, s=size, color="tab:blue" if mark == "o" else "tab:orange",
-                label=variant if kind == "row" else None,
-            )  # fmt: skip
-    axes.axhline(BEST_READ_RATE / 1e12, color="grey", linestyle=":", label="best read rate")
-    axes.set(xscale="log", xlabel="MB that a step must move", ylabel="TB/s", ylim=(0, None))
-    axes.set_title("Attention of a verify step, bf16 (large: the rows of the table)")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -333,7 +307,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile (default 8)")
     parser.add_argument("--limit", type=int, help="only the first shapes")
     parser.add_argument("--json", type=Path, help="where to write all rows")
-    parser.add_argument("--png", type=Path, help="where to draw rates")
     return parser.parse_args()
 
 
@@ -357,8 +330,6 @@ def main() -> None:
     result = {**environment(), "rows": rows}
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.png:
-        plot(rows, options.png)
     print(json.dumps(result))
 
 

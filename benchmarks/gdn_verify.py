@@ -338,41 +338,6 @@ def default_settings() -> list[Setting]:
     return settings
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """Draw time against batch, with the byte floor."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    usual = [
-        row
-        for row in rows
-        if (row["rows"], row["history"], row["mode"], row["geometry"], row["base"])
-        == (4, 12, "bf16", "16/64", -1)
-    ]
-    for share in (0.0, 0.4, 0.8):
-        mine = [r for r in usual if r["share"] == share and r["variant"] == "hybridspec"]
-        mine.sort(key=lambda row: row["batch"])
-        batches = [row["batch"] for row in mine]
-        [line] = axes.plot(
-            batches, [row["median"] for row in mine], marker="o", label=f"{share:.0%} folding"
-        )
-        axes.plot(
-            batches, [row["floor_us"] for row in mine], linestyle="--", color=line.get_color()
-        )
-    read = sorted({(r["batch"], r["median"]) for r in usual if r["variant"] == "state read"})
-    axes.plot(*zip(*read, strict=True), color="grey", linestyle=":", label="state read only")
-    axes.plot([], [], color="black", linestyle="--", label="byte floor at 4.27 TB/s")
-    axes.set(xscale="log", yscale="log", xlabel="requests", ylabel="microseconds")
-    axes.set_title("GDN verify step, 16/64 heads of 128, T = 4, bf16")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-
-
 def parse_arguments() -> argparse.Namespace:
     modes = "\n".join(
         f"  {name:18}" + " / ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -393,7 +358,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--iters", type=int, default=60, help="replays (default 60)")
     parser.add_argument("--with-commit", action="store_true", help="time commits too")
     parser.add_argument("--json", type=Path, help="where to write all rows")
-    parser.add_argument("--png", type=Path, help="where to draw time against batch")
     return parser.parse_args()
 
 
@@ -424,8 +388,6 @@ def main() -> None:
     result = {**environment(), "rows": rows}
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.png:
-        plot(rows, options.png)
     print(json.dumps(result))
 
 

@@ -11,6 +11,7 @@ import pytest
 from helpers.scripts import ROOT, run_apart, run_here
 
 ON_A_CPU: dict[str, list] = {
+    "acceptance.py": ["--prompts", 1, "--max-tokens", 4],
     "cpu_generate.py": ["--prompts", 1, "--max-tokens", 2, "--rounds", 1],
     "engine_throughput.py": [
         "--geometry",
@@ -52,8 +53,8 @@ ON_A_GPU: dict[str, list] = {
     "verify_plan.py": ["--limit", 2],
 }
 MANY_REQUESTS = ["--requests", 3, "--verify-rows", 6, "--draft-tokens", 2, "--max-tokens", 6]
-# Run by the script of the same name and by tests/tools, which have what it takes.
-ELSEWHERE = {"dynamic_verify.py", "gdn_8bit_model.py"}
+# Run by the script of the same name, by tests/tools, or below.
+ELSEWHERE = {"dynamic_verify.py", "gdn_8bit_model.py", "plots.py"}
 # What the others import.
 SHARED = {"geometries.py", "harness.py", "measured_commit.py", "spread.py"}
 
@@ -97,6 +98,14 @@ def test_dynamic_verification(device: str, monkeypatch: pytest.MonkeyPatch) -> N
     result = last_line(output)
     assert result["device"].partition(":")[0] == device
     assert list(result["variants"]) == ["plain", "every draft", "chosen drafts"]
+
+
+def test_every_plot_is_drawn(tmp_path: Path) -> None:
+    """From the committed results; the documents show no other ones."""
+    run_here("benchmarks/plots.py", "--folder", tmp_path)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in (ROOT / "docs/images").glob("*.svg")}
+    assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir())
 
 
 def test_none_is_left_out() -> None:

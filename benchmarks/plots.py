@@ -1,0 +1,159 @@
+"""Draw the documents' plots from the committed results, all in one style.
+
+Grey text and no background, so that they read in light and dark themes.
+
+    python benchmarks/plots.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
+OURS, PEER, SNAPSHOTS, LIMIT = "#0f9d7a", "#e08a1e", "#b0579b", "#808080"
+STYLE = {
+    "axes.edgecolor": LIMIT,
+    "axes.grid": True,
+    "axes.labelcolor": LIMIT,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": LIMIT,
+    "axes.titlesize": 10,
+    "font.size": 9,
+    "grid.alpha": 0.25,
+    "legend.framealpha": 0,
+    "legend.labelcolor": LIMIT,
+    "savefig.transparent": True,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "hybridspec",  # the same file from the same figures
+    "text.color": LIMIT,
+    "xtick.color": LIMIT,
+    "ytick.color": LIMIT,
+}
+
+
+def result(name: str) -> dict[str, Any]:
+    """Read a committed result."""
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
+def ticks(axes: Any, labels: Sequence[object], what: str) -> None:
+    """Number a row of measured sizes."""
+    axes.set_xticks(range(len(labels)), [str(label) for label in labels])
+    axes.set_xlabel(what)
+
+
+def gdn_verify() -> Any:
+    """Time of the recurrent verify step in multiples of its byte floor."""
+    data = result("gdn_peers_h200.json")
+    figure, panels = pyplot.subplots(1, 2, figsize=(8, 3), sharey=True)
+    colours = {"hybridspec": OURS, "FlashInfer": PEER, "state snapshots": SNAPSHOTS}
+    for axes, case in zip(panels, ("nothing folds", "40 % folding"), strict=True):
+        floors = data["byte floor, us"][case]
+        # Below 32 requests launches decide, not bytes: those points say nothing of the limit.
+        shown = [i for i, count in enumerate(data["requests"]) if count >= 32]
+        for name, multiples in data[case].items():
+            times = [multiples[i] * data["state read, us"][i] / floors[i] for i in shown]
+            axes.plot(range(len(shown)), times, marker="o", color=colours[name], label=name)
+        axes.axhline(1, color=LIMIT, linestyle="--", label="bytes at 4.27 TB/s")
+        axes.set_title(case)
+        ticks(axes, [data["requests"][i] for i in shown], "requests")
+    panels[0].set(ylabel="multiples of the byte floor", ylim=(0, None))
+    panels[1].legend(loc="center right")
+    return figure
+
+
+def attention_verify() -> Any:
+    """Rate of attention over pages against the bytes of a step, beside FlashAttention-3."""
+    rows = result("attention_verify_h200.json")["rows"]
+    figure, axes = pyplot.subplots(figsize=(8, 3))
+    for variant, label, colour, mark in (
+        ("triton, page 16", "hybridspec, pages of 16", OURS, "o"),
+        ("fa3 with append", "FlashAttention-3 and its append", PEER, "x"),
+    ):
+        mine = [row for row in rows if row["variant"] == variant]
+        axes.scatter(
+            [row["bytes"] / 1e6 for row in mine],
+            [row["tb_per_s"] for row in mine],
+            marker=mark,
+            color=colour,
+            label=label,
+        )
+    axes.axhline(4.27, color=LIMIT, linestyle="--", label="best read rate")
+    axes.set(xscale="log", xlabel="megabytes a step", ylabel="TB/s", ylim=(0, None))
+    axes.legend(loc="lower right")
+    return figure
+
+
+def acceptance() -> Any:
+    """Share of steps in which the first k drafts are right, and tokens that k drafts bring."""
+    rows = result("acceptance_cpu.json")["rows"]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8, 3))
+    for row in rows:
+        colour = OURS if row["kind"] == "code" else PEER
+        line = "-" if row["temperature"] == 0 else ":"
+        how = "greedy" if row["temperature"] == 0 else "temperature 0.8"
+        shares = [100 * share for share in row["accepted_up_to"]]
+        left.plot(range(1, 8), shares, line, marker="o", color=colour)
+        label = f"{row['kind']}, {how}"
+        right.plot(range(8), row["committed_per_step"], line, marker="o", color=colour, label=label)
+    left.set(xlabel="drafts", ylabel="% of steps in which all are right", ylim=(0, 100))
+    right.set(xlabel="drafts a step", ylabel="tokens a step", ylim=(0, None))
+    right.legend(loc="lower right")
+    return figure
+
+
+def drift() -> Any:
+    """Error of the recurrent state after 4,000 steps, with a ring and without."""
+    rows = [
+        row for row in result("gdn_drift_h200.json")["rows"] if "mean_rounding_every_token" in row
+    ]
+    figure, axes = pyplot.subplots(figsize=(8, 3))
+    for shift, key, colour, label in (
+        (-0.2, "mean", OURS, "folded out of the ring"),
+        (0.2, "mean_rounding_every_token", SNAPSHOTS, "rounded after every token"),
+    ):
+        places = [i + shift for i in range(len(rows))]
+        axes.bar(places, [row[key] for row in rows], width=0.38, color=colour, label=label)
+    ticks(axes, [row["mode"].replace("_", "\n") for row in rows], "")
+    axes.set(yscale="log", ylabel="relative error of the state")
+    axes.legend()
+    return figure
+
+
+PLOTS: dict[str, Callable[[], Any]] = {
+    "acceptance": acceptance,
+    "attention_verify": attention_verify,
+    "drift": drift,
+    "gdn_verify": gdn_verify,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=ROOT / "docs/images", help="where to draw")
+    folder = parser.parse_args().folder
+    with matplotlib.rc_context(STYLE):
+        for name, draw in PLOTS.items():
+            figure = draw()
+            figure.tight_layout()
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            pyplot.close(figure)
+            print(folder / f"{name}.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
