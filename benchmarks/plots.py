@@ -1,4 +1,4 @@
-"""Draw the documents' plots from the committed results, all in one style.
+"""Draw the documents' plots from the committed results, all in one style, and a trace as printed.
 
 Grey text and no background, so that they read in light and dark themes.
 
@@ -8,7 +8,11 @@ Grey text and no background, so that they read in light and dark themes.
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,9 +22,19 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from rich.console import Console
+from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
+PROMPT = """\
+class Point:
+    def __init__(self, x, y):
+        self.x = x
+        self.y = y
+
+    def __eq__(self, other):
+"""
 OURS, PEER, SNAPSHOTS, LIMIT = "#0f9d7a", "#e08a1e", "#b0579b", "#808080"
 STYLE = {
     "axes.edgecolor": LIMIT,
@@ -133,6 +147,20 @@ def drift() -> Any:
     return figure
 
 
+def write_trace(path: Path) -> None:
+    """Write what `hybridspec generate --trace` prints in a terminal of 76 columns."""
+    words = ["generate", PROMPT, "--trace", "--max-tokens", "44"]
+    environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "76", "LINES": "40"}
+    command = [sys.executable, "-m", "hybridspec", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    shown = done.stdout.partition("╭")[0].rstrip()  # how fast it was is another day's figure
+    console = Console(record=True, width=76, file=io.StringIO(), force_terminal=True)
+    console.print(Text.from_ansi(shown))
+    svg = console.export_svg(title="hybridspec generate --trace", unique_id="trace")
+    svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # nothing from elsewhere
+    path.write_text(svg, encoding="utf-8")
+
+
 PLOTS: dict[str, Callable[[], Any]] = {
     "acceptance": acceptance,
     "attention_verify": attention_verify,
@@ -152,6 +180,8 @@ def main() -> int:
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
             pyplot.close(figure)
             print(folder / f"{name}.svg")
+    write_trace(folder / "trace.svg")
+    print(folder / "trace.svg")
     return 0
 
 

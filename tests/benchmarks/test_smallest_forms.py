@@ -101,10 +101,11 @@ def test_dynamic_verification(device: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_plot_is_drawn(tmp_path: Path) -> None:
-    """From the committed results; the documents show no other ones."""
+    """From the committed results; beside them the documents show one that is drawn by hand."""
     run_here("benchmarks/plots.py", "--folder", tmp_path)
     drawn = {path.name for path in tmp_path.iterdir()}
-    assert drawn == {path.name for path in (ROOT / "docs/images").glob("*.svg")}
+    shown = {path.name for path in (ROOT / "docs/images").glob("*.svg")}
+    assert drawn == shown - {"memory.svg"}
     assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir())
 
 
