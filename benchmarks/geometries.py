@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GEOMETRIES", "write_geometry"]
+from hybridspec.bundled import bundled_model_path
+
+__all__ = ["GEOMETRIES", "write_geometry", "write_tokenizer"]
 
 _SHARED: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -76,3 +78,11 @@ def write_geometry(folder: Path, name: str, vocab_size: int) -> Path:
     ]
     (folder / "config.json").write_text(json.dumps(sizes, indent=2))
     return folder
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Add a tokenizer to such a folder, in which every token is a word of four letters or so."""
+    file = json.loads((bundled_model_path() / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab, taken = file["model"]["vocab"], 256 + len(file["added_tokens"])
+    vocab |= {f"\u0120w{i}": i for i in range(taken, vocab_size)}
+    (folder / "tokenizer.json").write_text(json.dumps(file), encoding="utf-8")

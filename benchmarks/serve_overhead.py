@@ -2,9 +2,14 @@
 
 The server runs in a process of its own, the clients here; the offline engine runs here as well, at
 other times. Tokens a second of a round are those of all streams, from the first request's start to
-the last one's end. The figure that counts is the ratio within a round; its median is reported.
+the last one's end. The figure that counts is the ratio within a round; its median is reported, and
+beside it the same ratio of processor seconds, which a busy machine disturbs less.
 
     python benchmarks/serve_overhead.py --json benchmarks/results/serve_overhead.json
+    python benchmarks/serve_overhead.py --geometry 9b --device cuda --streams 32
+
+With a geometry the weights are made up, prompts are random tokens, and drafts are accepted by
+force (`--acceptance`).
 """
 
 from __future__ import annotations
@@ -13,52 +18,103 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import hybridspec
+from geometries import GEOMETRIES, write_geometry, write_tokenizer
 from hybridspec import LLM, SamplingParams
 from hybridspec.bundled import held_out_prompts
-from hybridspec.serve.load import Load, Target, find_model, run_load, summary
+from hybridspec.serve.api import ServeOptions
+from hybridspec.serve.app import Server, create_app
+from hybridspec.serve.load import Load, Target, run_load, summary
 from measured_commit import measured_commit
+
+VOCAB = 32768  # of a geometry
+PROMPT = 128  # tokens
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="bundled", help="folder or id (default bundled)")
+    parser.add_argument("--geometry", choices=GEOMETRIES, help="in place of a model")
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.85, 0.7, 0.55])
+    parser.add_argument("--drafts", type=int, default=3, help="drafts a step (default 3)")
     parser.add_argument("--device", default="cpu", help="of both engines (default cpu)")
-    parser.add_argument("--dummy-weights", action="store_true", help="random weights")
     parser.add_argument("--streams", type=int, default=16, help="requests at a time (default 16)")
     parser.add_argument("--max-tokens", type=int, default=200, help="new tokens (default 200)")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default 7)")
+    parser.add_argument("--serve", action="store_true", help="be the server of such a measurement")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     return parser.parse_args()
 
 
+def load_model(args: argparse.Namespace) -> LLM:
+    """The engine, the same in both processes."""
+    options: dict[str, Any] = {"device": args.device, "draft_tokens": args.drafts}
+    if args.geometry is None:
+        return LLM(args.model, **options)
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_geometry(Path(name), args.geometry, VOCAB)
+        write_tokenizer(folder, VOCAB)
+        return LLM(
+            folder,
+            dummy_weights=True,
+            acceptance=args.acceptance[: args.drafts] or None,
+            max_model_len=PROMPT + args.max_tokens + 16,
+            max_num_seqs=args.streams,
+            memory_fraction=0.4,  # two engines share the GPU
+            **options,
+        )
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve until the end of standard input; print where."""
+    app = create_app(lambda: load_model(args), ServeOptions(model_name="measured"))
+    server = Server(app, host="127.0.0.1", port=0, drain_s=5)
+
+    def watch() -> None:
+        while server.address is None:
+            time.sleep(0.01)
+        print("http://{}:{}".format(*server.address), flush=True)
+        sys.stdin.read()
+        server.end()
+
+    threading.Thread(target=watch, daemon=True).start()
+    server.run()
+    return int(server.failure is not None)
+
+
 @contextlib.contextmanager
-def server(args: argparse.Namespace) -> Iterator[Target]:
-    """A server in a process of its own, once its model is loaded."""
-    command = [sys.executable, "-m", "hybridspec", "serve", "--port", "0", "--device", args.device]
-    if args.model != "bundled":
-        command += ["--model", args.model]
-    command += ["--dummy-weights"] if args.dummy_weights else []
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            target = Target(url=process.stderr.readline().split()[-1])
-            while not asyncio.run(is_ready(target)):
-                if process.poll() is not None:
-                    raise SystemExit(process.stderr.read())
-                time.sleep(0.2)
-            yield target
-        finally:
-            process.terminate()
+def starting_server() -> Iterator[subprocess.Popen[str]]:
+    """A server in a process of its own, which loads its model meanwhile."""
+    command = [sys.executable, __file__, "--serve", *sys.argv[1:]]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+        process.stdin.close()
+
+
+def wait_for(process: subprocess.Popen[str]) -> Target:
+    """Wait until a server has loaded its model; return where it is."""
+    target = Target(url=process.stdout.readline().strip())
+    while not asyncio.run(is_ready(target)):
+        if process.poll() is not None:
+            raise SystemExit("the server ended")
+        time.sleep(0.2)
+    return target
 
 
 async def is_ready(target: Target) -> bool:
@@ -67,34 +123,64 @@ async def is_ready(target: Target) -> bool:
     return timing.error is None
 
 
+def processor_seconds(pid: int) -> float:
+    """What a process has used of the processor."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def make_prompts(args: argparse.Namespace) -> list[Any]:
+    if args.geometry is not None:
+        rng = random.Random(0)
+        return [[rng.randrange(1, VOCAB) for _ in range(PROMPT)] for _ in range(args.streams)]
+    texts = [prompt.text for prompt in held_out_prompts("code")]
+    return [texts[i % len(texts)] for i in range(args.streams)]
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, float]]:
+    """Both ways in turn, behind a round that warms up; a row for each round."""
+    prompts, rows = make_prompts(args), []
+    params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
+    fields = {"temperature": 0, "ignore_eos": True, "max_tokens": args.max_tokens}
+    load = Load(bodies=[{**fields, "prompt": p} for p in prompts], concurrency=args.streams)
+    num_tokens = args.streams * args.max_tokens
+    with starting_server() as server:
+        llm, target = load_model(args), wait_for(server)
+        for _ in range(args.rounds + 1):
+            start, used = time.perf_counter(), time.process_time()
+            if args.geometry is None:
+                llm.generate(prompts, params)
+            else:
+                llm.generate(prompt_token_ids=prompts, sampling_params=params)
+            offline_s, offline_used = time.perf_counter() - start, time.process_time() - used
+            used = processor_seconds(server.pid)
+            timings, served_s = asyncio.run(run_load(target, load, lambda _: None))
+            served_used = processor_seconds(server.pid) - used
+            found = summary(timings, served_s)
+            if found["failed"] or found["generated_tokens"] != num_tokens:
+                raise SystemExit(f"requests failed: {found['errors']}")
+            row = {
+                "offline_tokens_per_s": num_tokens / offline_s,
+                "served_tokens_per_s": found["tokens_per_s"],
+                "served_over_offline": found["tokens_per_s"] * offline_s / num_tokens,
+                "offline_processor_s": offline_used,
+                "served_processor_s": served_used,
+                "first_token_ms": found["first_token_ms"]["p50"],
+                "between_chunks_ms": found["between_chunks_ms"]["p50"],
+            }
+            rows.append(row)
+            print(" ".join(f"{key} {value:.3f}" for key, value in row.items()), file=sys.stderr)
+    return rows[1:]
+
+
 def main() -> int:
     args = arguments()
-    options = {"device": args.device, "dummy_weights": args.dummy_weights}
-    llm = LLM(args.model, **options)
-    prompts = [prompt.text for prompt in held_out_prompts("code")]
-    prompts = [prompts[i % len(prompts)] for i in range(args.streams)]
-    params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
-    rates: dict[str, list[float]] = {"offline": [], "served": []}
-    latencies = []
-    with server(args) as target:
-        fields = {"model": asyncio.run(find_model(target)), "temperature": 0, "ignore_eos": True,
-                  "max_tokens": args.max_tokens}  # fmt: skip
-        load = Load(bodies=[{**fields, "prompt": p} for p in prompts], concurrency=args.streams)
-        for round_index in range(args.rounds + 1):  # the first one warms up
-            start = time.perf_counter()
-            llm.generate(prompts, params)
-            offline_s = time.perf_counter() - start
-            timings, served_s = asyncio.run(run_load(target, load, lambda _: None))
-            found = summary(timings, served_s)
-            if found["failed"]:
-                print(f"requests failed: {found['errors']}", file=sys.stderr)
-                return 1
-            print(f"round {round_index}/{args.rounds}", file=sys.stderr)
-            if round_index:
-                rates["offline"].append(args.streams * args.max_tokens / offline_s)
-                rates["served"].append(found["tokens_per_s"])
-                latencies.append(found["first_token_ms"]["p50"])
-    ratios = [s / o for s, o in zip(rates["served"], rates["offline"], strict=True)]
+    if args.serve:
+        return serve(args)
+    rows = measure(args)
+    median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+    more = [row["served_processor_s"] / max(row["offline_processor_s"], 0.01) for row in rows]
+    gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else None
     result = {
         "benchmark": "serve_overhead",
         "hybridspec": hybridspec.__version__,
@@ -102,18 +188,20 @@ def main() -> int:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "device": args.device,
-        "model": args.model,
+        "device": gpu or args.device,
+        "model": args.geometry or args.model,
+        "acceptance": None if args.geometry is None else args.acceptance[: args.drafts],
+        "drafts": args.drafts,
         "streams": args.streams,
         "max_tokens": args.max_tokens,
         "rounds": args.rounds,
-        "tokens_per_second": {name: statistics.median(values) for name, values in rates.items()},
-        "served_over_offline": statistics.median(ratios),
-        "first_token_ms": statistics.median(latencies),
+        **median,
+        "processor_served_over_offline": statistics.median(more),
     }
-    for name, rate in result["tokens_per_second"].items():
-        print(f"{name:<10}{rate:8.1f} tokens/s")
-    print(f"served / offline {result['served_over_offline']:.3f}")
+    for name in ("offline", "served"):
+        print(f"{name:<10}{result[f'{name}_tokens_per_s']:9.1f} tokens/s")
+    print(f"served / offline {result['served_over_offline']:.3f}, of processor seconds "
+          f"{result['processor_served_over_offline']:.3f}")  # fmt: skip
     line = json.dumps(result)
     if args.json:
         args.json.write_text(line + "\n", encoding="utf-8")
