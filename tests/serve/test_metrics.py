@@ -6,9 +6,11 @@ import json
 import urllib.request
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.serving import Running
+from hybridspec.serve.metrics import _Histogram
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BOTH = (
@@ -85,3 +87,19 @@ def test_the_dashboard_shows_metrics_that_there_are(running: Running) -> None:
         ]  # fmt: skip
         for word in used:
             assert word.split("{")[0].rstrip(",)") in names, expression
+
+
+def test_histograms_are_those_of_the_client_library() -> None:
+    """Bounds belong to their buckets; one that is on none, under or over all of them counts too."""
+    registry = CollectorRegistry()
+    right = Histogram("request_prompt_tokens", "-", registry=registry, buckets=(1, 2, 5, 10))
+    values = [0, 1, 1.5, 2, 5, 5.5, 10, 11, 1000]
+    ours = _Histogram("-", (1, 2, 5, 10))
+    for value in values:
+        right.observe(value)
+        ours.observe(value)
+    expected = [s for s in next(iter(registry.collect())).samples if "_created" not in s.name]
+    found = ours.family("request_prompt_tokens", {}).samples
+    assert {(s.name, *s.labels.values(), s.value) for s in found} == {
+        (s.name, *s.labels.values(), s.value) for s in expected
+    }

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from prometheus_client.core import Metric
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -37,7 +38,7 @@ from hybridspec.serve.fields import (
     note_unknown,
     sampling_params,
 )
-from hybridspec.serve.metrics import Metrics
+from hybridspec.serve.metrics import Metrics, render
 from hybridspec.serve.replies import Head
 from hybridspec.serve.stepper import Stepper, Stream
 from hybridspec.serve.tools import forced_call, forced_name, function_schemas
@@ -65,6 +66,7 @@ class ServeOptions:
         cors_origins: web pages that browsers let in, besides the server's own.
         chat_template: used in place of the checkpoint's.
         trusts_templates: whether requests may bring templates of their own.
+        labels: of every metric, besides the model's name.
     """
 
     model_name: str
@@ -75,6 +77,7 @@ class ServeOptions:
     cors_origins: Sequence[str] = ()
     chat_template: str | None = None
     trusts_templates: bool = False
+    labels: Mapping[str, str] = field(default_factory=lambda: {"engine": "0"})
 
 
 class Api:
@@ -86,7 +89,7 @@ class Api:
 
     def __init__(self, options: ServeOptions) -> None:
         self.options = options
-        self.metrics = Metrics(options.model_name)
+        self.metrics = Metrics({"model_name": options.model_name, **options.labels})
         self.is_draining = False
         self._created = int(time.time())
         self._stepper: Stepper | None = None
@@ -174,9 +177,13 @@ class Api:
         return Json({"server_load": 0 if self._stepper is None else self._stepper.num_requests})
 
     async def show_metrics(self, http: HttpRequest) -> Response:
-        counters = Counters() if self._stepper is None else self._stepper.llm.counters()
-        text = await run_in_threadpool(self.metrics.render, counters)
+        text = await run_in_threadpool(lambda: render(self.collect()))
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def collect(self) -> list[Metric]:
+        """Return all metrics as they are now."""
+        counters = Counters() if self._stepper is None else self._stepper.llm.counters()
+        return self.metrics.collect(counters)
 
     async def models(self, http: HttpRequest) -> Response:
         self.check_key(http)
