@@ -21,7 +21,7 @@ GPU_PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONPATH=src:tests$${PYTHONPATH:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p xdist -p timeout -p hypothesispytest -p gpu_results \
 	-n $(GPU_JOBS) --dist worksteal --timeout 120 --timeout-method thread -m gpu
 
-.PHONY: help demo test test-full test-gpu test-page docs plots lint format clean
+.PHONY: help demo test test-full test-gpu test-page test-cluster docs plots lint format clean
 
 help:
 	@echo 'make demo       generate with the bundled model, then compare with plain decoding'
@@ -29,6 +29,7 @@ help:
 	@echo 'make test-full  linters and all tests that need no GPU; writes tests/results/test-full.txt'
 	@echo 'make test-gpu   tests on a GPU with PYTHON as it is; SHARD=paths runs a part'
 	@echo 'make test-page  the page in Chromium, which has to be there, and Playwright in .venv'
+	@echo 'make test-cluster  replicas on Ray Serve, which has to be in .venv; some minutes, 1.2 GB'
 	@echo 'make docs       the documents as a site in build/site; a link that leads nowhere fails'
 	@echo 'make plots      the plots of the documents, from benchmarks/results'
 	@echo 'make lint       ruff and mypy'
@@ -60,7 +61,7 @@ test: .venv/.ready-dev
 
 test-full: lint
 	@mkdir -p tests/results
-	@$(PYTEST) -m 'not gpu and not browser' --timeout 1800 --result-file tests/results/test-full.txt
+	@$(PYTEST) -m 'not gpu and not browser and not cluster' --timeout 1800 --result-file tests/results/test-full.txt
 
 test-gpu:
 	@$(GPU_PYTEST) --gpu-results=$(GPU_RESULTS) $(SHARD)
@@ -74,6 +75,10 @@ docs: .venv/.ready-docs
 
 plots: .venv/.ready-dev
 	@$(BIN)/python benchmarks/plots.py
+
+# One worker: every Ray takes a minute to start and 1.2 GB.
+test-cluster: .venv/.ready-dev
+	@$(PYTEST) -n 1 -m cluster --timeout 900 tests/serve/test_cluster.py
 
 lint: .venv/.ready-dev
 	@$(BIN)/ruff check .

@@ -37,9 +37,9 @@ import hybridspec
 from geometries import GEOMETRIES, write_geometry, write_tokenizer
 from hybridspec import LLM, SamplingParams
 from hybridspec.bundled import held_out_prompts
-from hybridspec.serve.api import ServeOptions
 from hybridspec.serve.app import Server, create_app
 from hybridspec.serve.load import Load, Target, run_load, summary
+from hybridspec.serve.options import ServeOptions
 from measured_commit import measured_commit
 
 VOCAB = 32768  # of a geometry

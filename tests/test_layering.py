@@ -43,6 +43,7 @@ THIRD_PARTY = {
     "uvicorn": {"serve"},
     "pydantic": {"serve"},
     "prometheus_client": {"serve"},
+    "ray": {"serve"},
 }
 
 

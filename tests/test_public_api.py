@@ -17,10 +17,14 @@ import hybridspec
 ROOT = Path(__file__).resolve().parent.parent
 # Kernels and what launches them are imported by their backend only.
 KERNEL_MODULE = re.compile(r".*\.(triton_\w+|cute_\w+|launch)")
+# Ray is not among what the tests install (make test-cluster).
+RAY_MODULE = re.compile(r"hybridspec\.serve\.ray\w*")
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(hybridspec.__path__, "hybridspec.")
-    if module.name != "hybridspec.__main__" and not KERNEL_MODULE.fullmatch(module.name)
+    if module.name != "hybridspec.__main__"
+    and not KERNEL_MODULE.fullmatch(module.name)
+    and not RAY_MODULE.fullmatch(module.name)
 )
 
 

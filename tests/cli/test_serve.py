@@ -28,6 +28,15 @@ def test_help_needs_nothing_of_the_extra() -> None:
     assert refused.stderr.endswith("is not installed: pip install 'hybridspec[serve]'\n")
 
 
+def test_replicas_need_their_extra() -> None:
+    code = "import sys\nsys.modules['ray'] = None\nfrom hybridspec.cli import main\n"
+    refused = in_a_process(code + "sys.exit(main(['serve', '--replicas', '2']))\n")
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "hybridspec: error: ray is not installed: pip install 'hybridspec[cluster]'\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -35,6 +44,8 @@ def test_help_needs_nothing_of_the_extra() -> None:
         ("--port 70000", "--port: expected 0 to 65535, got 70000"),
         ("--host nowhere.invalid", "--host, --port: cannot listen on nowhere.invalid"),
         ("--max-requests 0", "--max-requests: expected 1 to 1000000, got 0"),
+        ("--replicas 0", "--replicas: expected 1 to 1024, got 0"),
+        ("--replicas 2 --device cuda:1", "--replicas: each takes a GPU of its own; give --device"),
         ("--drain nan", "--drain: expected 0 to 1000000, got nan"),
         ("--api-key-file /no/such/keys", "/no/such/keys: No such file or directory"),
         ("--draft-tokens 9", "draft_tokens: expected an integer in 0..7, got 9"),

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import openai
 
 from hybridspec import LLM
-from hybridspec.serve.api import Api, ServeOptions
+from hybridspec.serve.api import Api
 from hybridspec.serve.app import Server, create_app
+from hybridspec.serve.options import ServeOptions
 
 __all__ = ["TEMPLATE", "Running"]
 
@@ -44,7 +45,7 @@ class Running:
             return self.llm
 
         app = create_app(keep, options)
-        self.api: Api = app.state.api
+        self.api: Api = app.state.served
         self.server = Server(app, host="127.0.0.1", port=0, drain_s=options.drain_s)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()

@@ -11,7 +11,7 @@ import pytest
 from helpers.serving import TEMPLATE, Running
 from hybridspec import LLM
 from hybridspec.bundled import bundled_model_path
-from hybridspec.serve.api import ServeOptions
+from hybridspec.serve.options import ServeOptions
 
 
 @pytest.fixture(scope="session")

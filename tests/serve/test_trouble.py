@@ -22,8 +22,8 @@ import pytest
 from helpers.bad_bodies import bad_requests
 from helpers.serving import Running
 from hybridspec import LLM, SamplingParams
-from hybridspec.serve.api import ServeOptions
 from hybridspec.serve.fields import Limits
+from hybridspec.serve.options import ServeOptions
 
 LONG: dict[str, Any] = {"model": "small", "temperature": 1, "max_tokens": 3000, "seed": 1,
                         "extra_body": {"ignore_eos": True}}  # fmt: skip

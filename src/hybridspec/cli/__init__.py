@@ -52,9 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_BROKEN_PIPE
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in _EXTRA_MODULES | _SERVE_MODULES:
+        if missing not in _EXTRA_MODULES | _SERVE_MODULES | {"ray"}:
             raise
         extra = "serve" if missing in _SERVE_MODULES else "engine"
+        if missing == "ray":
+            extra = "cluster"
         return _complain(f"{missing} is not installed: pip install 'hybridspec[{extra}]'")
     except (UsageError, CheckpointError, UnsupportedError, CapacityError, OSError) as error:
         return _complain(_explain(error))

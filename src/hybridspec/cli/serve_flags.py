@@ -44,6 +44,13 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         help="continuations that may run or wait; more are turned away (default: %(default)s)",
     )
     group.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="serve from N processes on Ray Serve, each with the model and, where there are GPUs, "
+        "one of its own; needs: pip install 'hybridspec[cluster]' (default: this process alone)",
+    )
+    group.add_argument(
         "--drain",
         type=float,
         default=30.0,

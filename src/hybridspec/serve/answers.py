@@ -23,7 +23,7 @@ from hybridspec.serve.replies import (
     usage_of,
 )
 from hybridspec.serve.stepper import Stream
-from hybridspec.serve.wire import event
+from hybridspec.serve.wire import DONE, event
 
 __all__ = [
     "ChatPlan",
@@ -32,8 +32,6 @@ __all__ = [
     "stream_chat",
     "stream_completion",
 ]
-
-_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ class _Guard:
                 yield event(self.head.body([], usage=self.usage()))
         except ApiError as error:
             yield event(error_body(error))
-        yield _DONE
+        yield DONE
 
 
 def _checked(stream: Stream, place: int, step: StepOutput) -> Request:

@@ -8,7 +8,6 @@ import hmac
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from prometheus_client.core import Metric
@@ -28,56 +27,29 @@ from hybridspec.serve.answers import (
     stream_chat,
     stream_completion,
 )
-from hybridspec.serve.errors import WRONG_CALL, ApiError, wrong_call
+from hybridspec.serve.errors import WRONG_CALL, ApiError, going_down, loading, wrong_call
 from hybridspec.serve.fields import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    Limits,
     TokenizeBody,
     note_unknown,
     sampling_params,
 )
 from hybridspec.serve.metrics import Metrics, render
+from hybridspec.serve.options import ServeOptions
 from hybridspec.serve.replies import Head
 from hybridspec.serve.stepper import Stepper, Stream
 from hybridspec.serve.tools import forced_call, forced_name, function_schemas
 from hybridspec.serve.wire import EventStream, Json, or_disconnect, read_body
 
-__all__ = ["Api", "ServeOptions"]
+__all__ = ["Api"]
 
 _log = logging.getLogger("hybridspec.serve")
 _CHARACTERS_PER_TOKEN = 64  # a prompt of more for each token of the context is not even encoded
 _CLIENT_GONE = 499  # nobody reads it
 
 Asked = TypeVar("Asked", CompletionBody, ChatBody)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """How the server behaves.
-
-    Attributes:
-        model_name: what clients call the model.
-        api_keys: one of these is asked for; none: everybody is let in.
-        max_requests: most continuations that run or wait; more are turned away with 429.
-        limits: what one request may ask for.
-        drain_s: seconds that running requests have to finish when the server ends.
-        cors_origins: web pages that browsers let in, besides the server's own.
-        chat_template: used in place of the checkpoint's.
-        trusts_templates: whether requests may bring templates of their own.
-        labels: of every metric, besides the model's name.
-    """
-
-    model_name: str
-    api_keys: Sequence[str] = ()
-    max_requests: int = 256
-    limits: Limits = field(default_factory=Limits)
-    drain_s: float = 30.0
-    cors_origins: Sequence[str] = ()
-    chat_template: str | None = None
-    trusts_templates: bool = False
-    labels: Mapping[str, str] = field(default_factory=lambda: {"engine": "0"})
 
 
 class Api:
@@ -111,7 +83,7 @@ class Api:
     def end_requests(self) -> None:
         """End what still runs, telling each client why."""
         if self._stepper is not None:
-            self._stepper.end_all(_going_down())
+            self._stepper.end_all(going_down())
 
     async def close(self) -> None:
         if self._stepper is not None:
@@ -120,11 +92,9 @@ class Api:
     @property
     def stepper(self) -> Stepper:
         if self.is_draining:
-            raise _going_down()
+            raise going_down()
         if self._stepper is None:
-            raise ApiError(
-                503, "the model is being loaded", code="loading", headers={"Retry-After": "5"}
-            )
+            raise loading()
         return self._stepper
 
     @property
@@ -363,12 +333,6 @@ class Api:
         opening = forced_call(forced, has_xml=has_xml)
         between = "\n</think>\n\n" if plan.is_reasoning else ""
         return ChatPlan(plan.prompt + between + opening, forced=opening, tools=names)
-
-
-def _going_down() -> ApiError:
-    return ApiError(
-        503, "the server is going down", code="shutting_down", headers={"Retry-After": "5"}
-    )
 
 
 async def _engine(work: Callable[[], Any]) -> Any:

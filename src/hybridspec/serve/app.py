@@ -7,10 +7,11 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -19,13 +20,14 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from hybridspec.engine import LLM
-from hybridspec.serve.api import Api, ServeOptions
+from hybridspec.serve.api import Api
 from hybridspec.serve.errors import ApiError, error_response
+from hybridspec.serve.options import ServeOptions
 
-__all__ = ["Server", "create_app"]
+__all__ = ["Served", "Server", "assemble", "create_app"]
 
 _log = logging.getLogger("hybridspec.serve")
 _PAGE = Path(__file__).with_name("page.html")
@@ -60,6 +62,74 @@ async def _on_bug(http: HttpRequest, error: Exception) -> Response:
     return error_response(ApiError(500, "internal error; the server's log says more"))
 
 
+class Served(Protocol):
+    """What stands behind an application.
+
+    Attributes:
+        is_draining: set once the server takes no new requests.
+    """
+
+    is_draining: bool
+
+    def end_requests(self) -> None:
+        """End what still runs, telling each client why."""
+
+    async def close(self) -> None:
+        """Let go of everything; nothing runs any more."""
+
+
+def assemble(
+    served: Served,
+    load: Callable[[], Awaitable[None]],
+    routes: Sequence[BaseRoute],
+    *,
+    cors_origins: Sequence[str] = (),
+) -> Starlette:
+    """Return an application that answers errors in the interface's shape.
+
+    Args:
+        served: what its routes belong to; `app.state.served`.
+        load: run when the application starts, while it answers already. What comes of it is told to
+            `app.state.on_loaded`.
+        routes: the paths.
+        cors_origins: web pages of other origins that browsers let in.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        loading = asyncio.ensure_future(load())
+        loading.add_done_callback(lambda task: app.state.on_loaded(task))
+        try:
+            yield
+        finally:
+            await asyncio.wait([loading])
+            await served.close()
+
+    middleware = []
+    if cors_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(cors_origins),
+                allow_methods=["*"],
+                allow_headers=["*"],
+            )
+        )
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={
+            ApiError: _on_api_error,
+            HTTPException: _on_http_error,
+            Exception: _on_bug,
+        },
+        lifespan=lifespan,
+    )
+    app.state.served = served
+    app.state.on_loaded = _report_loading
+    return app
+
+
 def create_app(load_model: Callable[[], LLM], options: ServeOptions) -> Starlette:
     """Return the application; it loads the model when it starts.
 
@@ -69,58 +139,27 @@ def create_app(load_model: Callable[[], LLM], options: ServeOptions) -> Starlett
     """
     api = Api(options)
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        loading = asyncio.create_task(api.load(load_model))
-        loading.add_done_callback(lambda task: app.state.on_loaded(task))
-        try:
-            yield
-        finally:
-            await asyncio.wait([loading])
-            await api.close()
-
     def route(path: str, handler: Handler, method: str = "GET") -> Route:
         return Route(path, handler, methods=[method])
 
-    middleware = []
-    if options.cors_origins:
-        middleware.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=list(options.cors_origins),
-                allow_methods=["*"],
-                allow_headers=["*"],
-            )
-        )
-    app = Starlette(
-        routes=[
-            route("/", _page),
-            route("/health", api.health),
-            route("/ready", api.ready),
-            route("/version", api.version),
-            route("/load", api.load_now),
-            route("/metrics", api.show_metrics),
-            route("/v1/models", api.models),
-            route("/v1/models/{name:path}", api.model),
-            route("/v1/completions", api.completions, "POST"),
-            route("/v1/chat/completions", api.chat, "POST"),
-            route("/tokenize", api.tokenize, "POST"),
-            route("/detokenize", api.detokenize, "POST"),
-        ],
-        middleware=middleware,
-        exception_handlers={
-            ApiError: _on_api_error,
-            HTTPException: _on_http_error,
-            Exception: _on_bug,
-        },
-        lifespan=lifespan,
-    )
-    app.state.api = api
-    app.state.on_loaded = _report_loading
-    return app
+    routes = [
+        route("/", _page),
+        route("/health", api.health),
+        route("/ready", api.ready),
+        route("/version", api.version),
+        route("/load", api.load_now),
+        route("/metrics", api.show_metrics),
+        route("/v1/models", api.models),
+        route("/v1/models/{name:path}", api.model),
+        route("/v1/completions", api.completions, "POST"),
+        route("/v1/chat/completions", api.chat, "POST"),
+        route("/tokenize", api.tokenize, "POST"),
+        route("/detokenize", api.detokenize, "POST"),
+    ]
+    return assemble(api, lambda: api.load(load_model), routes, cors_origins=options.cors_origins)
 
 
-def _report_loading(task: asyncio.Task[None]) -> None:
+def _report_loading(task: asyncio.Future[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("the model cannot be loaded: %s", error)
 
@@ -132,13 +171,22 @@ class Server(uvicorn.Server):
     see. A second signal ends everything at once.
 
     Args:
-        app: what `create_app` made.
+        app: what `assemble` made.
         host: address to listen on.
         port: 0 takes a free one.
         drain_s: see above.
+        on_hangup: what SIGHUP asks for; None leaves that signal alone.
     """
 
-    def __init__(self, app: Starlette, *, host: str, port: int, drain_s: float) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        *,
+        host: str,
+        port: int,
+        drain_s: float,
+        on_hangup: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         config = uvicorn.Config(
             app,
             host=host,
@@ -154,6 +202,8 @@ class Server(uvicorn.Server):
         self.failure: BaseException | None = None
         self._app = app
         self._drain_s = drain_s
+        self._on_hangup = on_hangup
+        self._hangups: set[asyncio.Future[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         app.state.on_loaded = self._on_loaded
 
@@ -168,10 +218,25 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        if self._on_hangup is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         try:
             await super().serve(sockets)
         finally:
             self._loop = None
+
+    def _hang_up(self) -> None:
+        """Begin what SIGHUP asks for; one that comes meanwhile is dropped."""
+        if self._on_hangup is None or self._hangups:
+            return
+        work = asyncio.ensure_future(self._on_hangup())
+        self._hangups.add(work)
+        work.add_done_callback(self._hung_up)
+
+    def _hung_up(self, work: asyncio.Future[None]) -> None:
+        self._hangups.clear()
+        if not work.cancelled() and (error := work.exception()) is not None:
+            _log.error("the restart failed: %s", error)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; called by signals."""
@@ -188,11 +253,14 @@ class Server(uvicorn.Server):
     def _drain(self) -> None:
         if self._loop is None:
             return
-        api: Api = self._app.state.api
-        api.is_draining = True
-        self._loop.call_later(self._drain_s, api.end_requests)
+        served: Served = self._app.state.served
+        served.is_draining = True
+        self._loop.call_later(self._drain_s, served.end_requests)
 
-    def _on_loaded(self, task: asyncio.Task[Any]) -> None:
+    def _on_loaded(self, task: asyncio.Future[Any]) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):  # Ray puts its own over uvicorn's
+                signal.signal(number, self.handle_exit)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.failure = error
             self.should_exit = True

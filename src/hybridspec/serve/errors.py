@@ -17,6 +17,8 @@ __all__ = [
     "error_body",
     "error_response",
     "from_validation",
+    "going_down",
+    "loading",
     "wrong_call",
 ]
 
@@ -90,3 +92,15 @@ def from_validation(error: ValidationError) -> ApiError:
     name = path[0] if path else None
     where = ".".join(path) or "body"
     return ApiError(400, f"{where}: {first['msg']}", param=name)
+
+
+def going_down() -> ApiError:
+    """Return what clients are told once the server ends."""
+    return ApiError(
+        503, "the server is going down", code="shutting_down", headers={"Retry-After": "5"}
+    )
+
+
+def loading() -> ApiError:
+    """Return what clients are told until there is a model."""
+    return ApiError(503, "the model is being loaded", code="loading", headers={"Retry-After": "5"})

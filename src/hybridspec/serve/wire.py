@@ -14,7 +14,19 @@ from starlette.types import Receive, Scope, Send
 
 from hybridspec.serve.errors import ApiError, from_validation
 
-__all__ = ["EventStream", "Json", "event", "or_disconnect", "read_body", "to_json"]
+__all__ = [
+    "DONE",
+    "EventStream",
+    "Json",
+    "event",
+    "or_disconnect",
+    "read_body",
+    "read_bytes",
+    "to_json",
+    "until_gone",
+]
+
+DONE = b"data: [DONE]\n\n"  # the last event of a stream
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
@@ -40,6 +52,24 @@ class Json(Response):
         return to_json(content)
 
 
+async def read_bytes(request: Request, max_bytes: int) -> bytes:
+    """Read a request's body.
+
+    Raises:
+        ApiError: if it is too long, or ends early.
+    """
+    chunks, size = [], 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                raise ApiError(413, f"body: expected at most {max_bytes} bytes")
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise ApiError(400, "body: it ended early") from None
+    return b"".join(chunks)
+
+
 async def read_body(request: Request, kind: type[Body], max_bytes: int) -> Body:
     """Read and check a request's body.
 
@@ -53,17 +83,9 @@ async def read_body(request: Request, kind: type[Body], max_bytes: int) -> Body:
             f"content-type: expected application/json, got {media[:80]!r}; with curl: "
             f"-H 'Content-Type: application/json'",
         )
-    chunks, size = [], 0
+    raw = await read_bytes(request, max_bytes)
     try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > max_bytes:
-                raise ApiError(413, f"body: expected at most {max_bytes} bytes")
-            chunks.append(chunk)
-    except ClientDisconnect:
-        raise ApiError(400, "body: it ended early") from None
-    try:
-        content = json.loads(b"".join(chunks))
+        content = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"body: not readable as JSON ({error})") from None
     if not isinstance(content, dict):
@@ -81,7 +103,7 @@ async def or_disconnect(request: Request, work: Awaitable[Result]) -> Result | N
         Its result, or None where nobody waits for it any more.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_until_gone(request.receive))
+    gone = asyncio.ensure_future(until_gone(request.receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -90,7 +112,8 @@ async def or_disconnect(request: Request, work: Awaitable[Result]) -> Result | N
             one.cancel()
 
 
-async def _until_gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
+    """Wait until the client goes away."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -113,7 +136,7 @@ class EventStream(Response):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_until_gone(receive))
+        gone = asyncio.ensure_future(until_gone(receive))
         gone.add_done_callback(lambda _: self._on_end())
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
