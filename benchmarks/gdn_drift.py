@@ -21,11 +21,14 @@ from gdn_verify import MODES
 from harness import environment
 from hybridspec.ops import gated_delta_rule
 from hybridspec.ops import ring as ring_ops
-from hybridspec.ops.ring import RingView
+from hybridspec.ops.ring import RawRingView, RingView
 
 REQUESTS, HEADS, VALUE_HEADS, DIM, SIZE = 16, 2, 8, 128, 4
-DRIFTING = [mode for mode in MODES if mode != "int8_state"]  # see gdn_8bit_forms.py
 EVERY = 50
+# Over a ring of raw rows; windows have room for the rows of a step within 16.
+RAW_MODES = {f"raw_{name}": MODES[name] for name in ("bf16", "fp16_io", "fp32_state")}
+# See gdn_8bit_forms.py for states of 8 bits.
+DRIFTING = {name: dtypes for name, dtypes in MODES.items() if name != "int8_state"} | RAW_MODES
 
 
 class TokenByToken:
@@ -54,7 +57,7 @@ class Mode:
     """Pools of one mode of dtypes; slot REQUESTS + b is scratch of request b."""
 
     def __init__(self, name: str, A_log: torch.Tensor) -> None:
-        self.act, state, ring = MODES[name]
+        self.act, state, ring = DRIFTING[name]
         slots = 2 * REQUESTS
         self.A_log, self.dt_bias = A_log, torch.zeros_like(A_log)
 
@@ -65,13 +68,15 @@ class Mode:
             return torch.zeros(size, dtype=torch.int32, device="cuda")
 
         self.state = pool(VALUE_HEADS, DIM, DIM, dtype=state).zero_()
-        self.ring = RingView(
-            k=pool(HEADS, 32, DIM, dtype=ring),
-            u=pool(VALUE_HEADS, 32, DIM, dtype=ring),
-            cum_log_decay=pool(VALUE_HEADS, 32, dtype=torch.float32),
-            ring_start=cursor(),
-            history_len=cursor(),
-        )
+        keys, values = (pool(n, 32, DIM, dtype=ring) for n in (HEADS, VALUE_HEADS))
+        numbers = [pool(VALUE_HEADS, 32, dtype=torch.float32) for _ in range(2)]
+        self.ring: RingView | RawRingView
+        if name in RAW_MODES:
+            self.ring = RawRingView(keys, values, *numbers, cursor(), cursor(), 16 - SIZE)
+            self.verify = gated_delta_rule.verify_raw
+        else:
+            self.ring = RingView(keys, values, numbers[0], cursor(), cursor())
+            self.verify = gated_delta_rule.verify
         self.seq_len, self.verified = cursor(), cursor(REQUESTS)
         self.slots = torch.arange(REQUESTS, dtype=torch.int32, device="cuda")
         self.bounds = SIZE * torch.arange(REQUESTS + 1, dtype=torch.int32, device="cuda")
@@ -83,13 +88,13 @@ class Mode:
         ring = self.ring
         self.verified.fill_(SIZE)
         ring_ops.decide_folds(
-            ring.history_len, self.slots, self.verified, self.is_fold, max_window=16
+            ring.history_len, self.slots, self.verified, self.is_fold, max_window=ring.max_window
         )
         self.num_folds += self.is_fold.sum()
-        gated_delta_rule.verify(
-            *(part.flatten(0, 1).to(self.act) for part in rows), self.A_log, self.dt_bias,
-            self.state, ring, self.bounds, self.slots, max_verify_tokens=SIZE,
-            is_fold=self.is_fold,
+        self.rows = [part.flatten(0, 1).to(self.act) for part in rows]
+        self.verify(
+            *self.rows, self.A_log, self.dt_bias, self.state, ring, self.bounds, self.slots,
+            max_verify_tokens=SIZE, is_fold=self.is_fold,
         )  # fmt: skip
         ring_ops.commit(
             self.seq_len, ring.ring_start, ring.history_len, self.slots, self.is_fold,
@@ -98,10 +103,17 @@ class Mode:
 
     def current(self) -> torch.Tensor:
         """Return the states with their windows, [B, HV, V, K]."""
-        scratch = self.slots + REQUESTS
-        gated_delta_rule.materialize(
-            self.state, self.ring, self.slots, scratch, torch.full_like(self.slots, 32)
-        )
+        scratch, ring = self.slots + REQUESTS, self.ring
+        if isinstance(ring, RingView):
+            longest = torch.full_like(self.slots, 32)
+            gated_delta_rule.materialize(self.state, ring, self.slots, scratch, longest)
+            return self.state[REQUESTS:]
+        ring_ops.copy_slots([self.state, *ring[:6]], self.slots, scratch)
+        none = [part.new_empty((0, *part.shape[1:])) for part in self.rows]
+        gated_delta_rule.verify_raw(
+            *none, self.A_log, self.dt_bias, self.state, ring, 0 * self.bounds, scratch,
+            max_verify_tokens=SIZE, is_fold=torch.ones_like(self.is_fold),
+        )  # fmt: skip
         return self.state[REQUESTS:]
 
 
@@ -122,7 +134,7 @@ def run(num_steps: int, names: list[str]) -> list[dict]:
     ]
     A_log = torch.linspace(-9.0, -2.0, VALUE_HEADS, device="cuda")
     exact = TokenByToken(torch.float64, torch.float64)
-    states = {name: MODES[name][1] for name in names}
+    states = {name: DRIFTING[name][1] for name in names}
     rounded = {dtype: TokenByToken(torch.float32, dtype) for dtype in set(states.values())}
     modes = {name: Mode(name, A_log) for name in names}
     position = torch.zeros(REQUESTS, dtype=torch.int64, device="cuda")
@@ -169,7 +181,7 @@ def run(num_steps: int, names: list[str]) -> list[dict]:
         result.append(
             {
                 "mode": name,
-                "dtypes": [str(dtype).removeprefix("torch.") for dtype in MODES[name]],
+                "dtypes": [str(dtype).removeprefix("torch.") for dtype in DRIFTING[name]],
                 "steps": num_steps,
                 "requests": REQUESTS,
                 "folds": folds,

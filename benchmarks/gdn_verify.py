@@ -58,10 +58,11 @@ class Setting:
     mode: str = "bf16"
     geometry: str = "16/64"
     base: int = -1
+    max_window: int = 16
 
     @property
     def fold_history(self) -> int:
-        return 17 - self.rows if self.rows else 9
+        return self.max_window + 1 - self.rows if self.rows else 9
 
 
 class Call:
@@ -125,7 +126,9 @@ class Call:
         self.verified = torch.tensor(self.lengths, dtype=torch.int32, device="cuda")
         self.marks = torch.zeros(batch, dtype=torch.int8, device="cuda")
         self.is_fold = self.marks.clone()
-        ring_ops.decide_folds(self.cursors[1], self.slots, self.verified, self.marks, max_window=16)
+        ring_ops.decide_folds(
+            self.cursors[1], self.slots, self.verified, self.marks, max_window=setting.max_window
+        )
         assert int(self.marks.sum()) == num_folds, "the benchmark does not fold as it says"
         self.num_committed = torch.ones(batch, dtype=torch.int32, device="cuda")
         self.seq_len = torch.zeros(slots, dtype=torch.int32, device="cuda")

@@ -4,7 +4,11 @@ Follows flashinfer-ai/flashinfer at commit 055568ad032f17317d17daea7989e8155baf8
 flashinfer/gdn_kernels, files gdn_decode_bf16_wy_ucache_flush.py and gdn_decode_bf16_wy_ucache.py:
 names, order, defaults, shapes and meaning. No code was taken. What differs: T is 1 to 8 instead of
 4 or 8; head sizes, dtypes and strides are those of the op; A_log and dt_bias are not rounded to the
-dtype of the rows; a row with a negative index never moves its cursors.
+dtype of the rows; a row with a negative index never moves its cursors. Rows in fp16 are served by
+the verify-only function too, where FlashInfer's is "bf16-only" and says so in its error.
+
+vLLM's open adapter for these kernels loads this file by its path and reads `W_RING` and
+`RING_SLOTS` from it.
 """
 
 from __future__ import annotations
@@ -15,22 +19,33 @@ import torch
 from torch import Tensor
 
 from hybridspec.compat._calls import CallerError, renamed
+from hybridspec.compat._flashinfer import (
+    MAX_TOKENS,
+    RING_SLOTS,
+    W_RING,
+    as_int32,
+    check_range,
+    cursors_to_move,
+    required,
+    with_last_stride_one,
+)
 from hybridspec.compat.flashinfer_prefix import gdn_prefix_materialize
+from hybridspec.compat.flashinfer_raw import gated_delta_rule_mtp_vcache_flush
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops.gated_delta_rule import verify_rows
 from hybridspec.ops.ring import restart_windows
 
 __all__ = [
+    "RING_SLOTS",
+    "W_RING",
     "CallerError",
     "gated_delta_rule_mtp_ucache",
     "gated_delta_rule_mtp_ucache_flush",
+    "gated_delta_rule_mtp_vcache_flush",
     "gdn_prefix_materialize",
 ]
 
-_WINDOW = 16
-_FLUSH_RING = 32
 _FLAT_RING = 16
-_MAX_TOKENS = 8
 
 # Of arguments that both functions have.
 _ONLY_DEFAULTS = {
@@ -146,26 +161,26 @@ def gated_delta_rule_mtp_ucache_flush(
     """
     _accept_only_defaults(locals(), disable_state_update=False, pdl_trigger=False)
     num_tokens, capacity = _sizes(q, k_cache)
-    if capacity != _FLUSH_RING:
-        raise CallerError(f"k_cache: expected {_FLUSH_RING} ring rows, got {capacity}")
-    hist_len = _required("hist_len", hist_len)
+    if capacity != RING_SLOTS:
+        raise CallerError(f"k_cache: expected {RING_SLOTS} ring rows, got {capacity}")
+    hist_len = required("hist_len", hist_len)
     if restart_hist_on_flush:
-        cache_base = _cursors_to_move(hist_len, cache_base)
-    lazy = _WINDOW - num_tokens + 1
+        cache_base = cursors_to_move(hist_len, cache_base, W_RING, f"[0, {W_RING}]")
+    lazy = W_RING - num_tokens + 1
     threshold = lazy if flush_min is None else flush_min
     if not isinstance(threshold, int) or not 1 <= threshold <= lazy:
         raise CallerError(
             f"flush_min: {flush_min!r} is out of range [1, {lazy}] for T={num_tokens}; a longer "
             "window could neither take the rows nor be flushed"
         )
-    indices = _as_int32(initial_state_indices)
+    indices = as_int32(initial_state_indices)
     out = _verify(
         A_log, a, dt_bias, q, k, v, b, initial_state_source, indices, k_cache, u_cache, g_cache,
         hist_len, cache_base, threshold, bool(use_qk_l2norm_in_kernel), scale, output,
     )  # fmt: skip
     if restart_hist_on_flush and cache_base is not None:
         restart_windows(
-            cache_base, hist_len, indices, fold_threshold=threshold, ring_capacity=_FLUSH_RING
+            cache_base, hist_len, indices, fold_threshold=threshold, ring_capacity=RING_SLOTS
         )
     return out
 
@@ -219,12 +234,12 @@ def gated_delta_rule_mtp_ucache(
     num_tokens, capacity = _sizes(q, k_cache)
     if capacity != _FLAT_RING:
         raise CallerError(f"k_cache: expected {_FLAT_RING} ring rows, got {capacity}")
-    hist_len = _required("hist_len", hist_len)
-    indices = _as_int32(initial_state_indices)
+    hist_len = required("hist_len", hist_len)
+    indices = as_int32(initial_state_indices)
     if not hist_len.is_cuda:
         live = hist_len if indices is None else hist_len[indices >= 0]
         most = _FLAT_RING - num_tokens
-        _check_range("hist_len", live, most, f"[0, {most}] for T={num_tokens}")
+        check_range("hist_len", live, most, f"[0, {most}] for T={num_tokens}")
     return _verify(
         A_log, a, dt_bias, q, k, v, b, initial_state_source, indices, k_cache, u_cache, g_cache,
         hist_len, None, None, bool(use_qk_l2norm_in_kernel), scale, output,
@@ -240,58 +255,16 @@ def _accept_only_defaults(arguments: dict[str, Any], **defaults: object) -> None
             raise UnsupportedError(f"{name}: only {default!r} is supported, got {got}")
 
 
-def _required(name: str, tensor: Tensor | None) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        raise CallerError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    return tensor
-
-
 def _sizes(q: Tensor | None, k_cache: Tensor | None) -> tuple[int, int]:
     """Return T and the number of ring rows."""
-    q, k_cache = _required("q", q), _required("k_cache", k_cache)
+    q, k_cache = required("q", q), required("k_cache", k_cache)
     for name, tensor in (("q", q), ("k_cache", k_cache)):
         if tensor.dim() != 4:
             raise CallerError(f"{name}: expected 4 dimensions, got shape {list(tensor.shape)}")
     num_tokens = q.shape[1]
-    if not 1 <= num_tokens <= _MAX_TOKENS:
-        raise UnsupportedError(f"q: T of 1 to {_MAX_TOKENS} is supported, got T={num_tokens}")
+    if not 1 <= num_tokens <= MAX_TOKENS:
+        raise UnsupportedError(f"q: T of 1 to {MAX_TOKENS} is supported, got T={num_tokens}")
     return num_tokens, k_cache.shape[2]
-
-
-def _as_int32(indices: Tensor | None) -> Tensor | None:
-    """Return indices as the ops take them, int32 and side by side."""
-    if indices is None:
-        return None
-    return _required("initial_state_indices", indices).to(torch.int32).contiguous()
-
-
-def _cursors_to_move(hist_len: Tensor, cache_base: Tensor | None) -> Tensor:
-    """Return `cache_base`, or raise unless both cursors can be moved in place."""
-    if cache_base is None:
-        raise CallerError(
-            "cache_base: restart_hist_on_flush=True moves cursors in place and needs a "
-            "caller-owned cache_base, [B] int32, kept from call to call; got None. Or pass "
-            "restart_hist_on_flush=False and move the cursors yourself"
-        )
-    for name, cursor in (("hist_len", hist_len), ("cache_base", cache_base)):
-        if not cursor.is_contiguous():
-            raise CallerError(
-                f"{name}: restart_hist_on_flush=True moves it in place and needs it contiguous, "
-                f"got strides {tuple(cursor.stride())}"
-            )
-    if not (hist_len.is_cuda and torch.cuda.is_current_stream_capturing()):
-        _check_range("hist_len", hist_len, _WINDOW, f"[0, {_WINDOW}]")
-        _check_range("cache_base", cache_base, _FLUSH_RING - 1, f"[0, {_FLUSH_RING})")
-    return cache_base
-
-
-def _check_range(name: str, cursor: Tensor, most: int, text: str) -> None:
-    """Raise unless all values are in 0..most; waits for the device."""
-    if cursor.numel() == 0:
-        return
-    least, largest = (int(bound) for bound in cursor.aminmax())
-    if least < 0 or largest > most:
-        raise CallerError(f"{name} out of legal range {text}: found {least} to {largest}")
 
 
 def _verify(
@@ -316,10 +289,10 @@ def _verify(
 ) -> Tensor:
     """Call the op; `flush_min` None leaves the states alone."""
     q, k, v, a, b = (
-        _with_last_stride_one(_required(name, rows))
+        with_last_stride_one(required(name, rows))
         for name, rows in (("q", q), ("k", k), ("v", v), ("a", a), ("b", b))
     )
-    k_cache = _required("k_cache", k_cache)
+    k_cache = required("k_cache", k_cache)
     with torch.no_grad(), renamed(_NAMES):
         return verify_rows(
             q,
@@ -329,21 +302,17 @@ def _verify(
             b,
             A_log,
             dt_bias,
-            _required("initial_state_source", state),
+            required("initial_state_source", state),
             k_cache,
-            _required("u_cache", u_cache),
-            _required("g_cache", g_cache),
+            required("u_cache", u_cache),
+            required("g_cache", g_cache),
             hist_len,
             ring_start=cache_base,
             slots=indices,
             # In a ring of 16 rows the window leaves room for the T rows.
-            max_window=min(_WINDOW, k_cache.shape[2] - q.shape[1]),
+            max_window=min(W_RING, k_cache.shape[2] - q.shape[1]),
             fold_threshold=flush_min,
             scale=scale,
             use_qk_l2norm=use_qk_l2norm,
             out=output,
         )
-
-
-def _with_last_stride_one(rows: Tensor) -> Tensor:
-    return rows if rows.dim() == 0 or rows.stride(-1) == 1 else rows.contiguous()

@@ -12,6 +12,7 @@ from helpers.triton_process import run_with_compiler
 HERE = Path(__file__).resolve().parent
 # Of one program; 4 fit a multiprocessor of the smallest target.
 MOST_SHARED_BYTES = 40_000
+MOST_SPILLED_BYTES = 160  # of a thread, where products are of fp32
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,17 @@ def test_compiled_kernels_do_not_spill(capability: int) -> None:
     large = [report for report in reports if report["shared_bytes"] > MOST_SHARED_BYTES]
     assert [report for report in large if "fp32" not in "".join(report["types"][:1])] == []
     assert max(report["registers"] for report in reports) <= 255
+
+
+@pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100))]
+)
+def test_the_kernel_of_the_raw_ring_does_not_spill(capability: int) -> None:
+    reports = json.loads(run_with_compiler(HERE / "compile_raw.py", str(capability)))
+    assert len(reports) == 10
+    # Products of fp32 are made without tensor cores, from more registers than there are.
+    exact = [report for report in reports if report["constants"]["OPERAND"] == "fp32"]
+    assert len(exact) == 2
+    assert [report for report in reports if report["stack_bytes"] > 0 and report not in exact] == []
+    assert max(report["stack_bytes"] for report in exact) <= MOST_SPILLED_BYTES
+    assert max(report["shared_bytes"] for report in reports) <= MOST_SHARED_BYTES

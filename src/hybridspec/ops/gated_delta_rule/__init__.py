@@ -13,6 +13,7 @@ from hybridspec.ops.gated_delta_rule.blocks import verify_blocks
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.one_token import decode
 from hybridspec.ops.gated_delta_rule.prefix import materialize_rows
+from hybridspec.ops.gated_delta_rule.raw import explain_verify_raw, verify_raw, verify_raw_rows
 from hybridspec.ops.gated_delta_rule.row_cursors import verify_rows
 
 __all__ = [
@@ -22,11 +23,14 @@ __all__ = [
     "State",
     "decode",
     "explain_verify",
+    "explain_verify_raw",
     "fold",
     "materialize",
     "materialize_rows",
     "prefill",
     "verify",
     "verify_blocks",
+    "verify_raw",
+    "verify_raw_rows",
     "verify_rows",
 ]

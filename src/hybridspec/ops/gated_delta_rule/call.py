@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._library import Written
+from hybridspec.ops.ring.raw_view import RawRingView
 from hybridspec.ops.ring.view import RingView
 
 __all__ = ["FoldingBatch", "Gates", "Rows", "State"]
@@ -91,7 +92,7 @@ class FoldingBatch(NamedTuple):
     padding: int = -1
     is_fold_by_slot: bool = False
 
-    def num_requests(self, ring: RingView) -> int:
+    def num_requests(self, ring: RingView | RawRingView) -> int:
         """Count the requests, padding included."""
         return (ring.history_len if self.slots is None else self.slots).shape[0]
 

@@ -32,6 +32,7 @@ __all__ = [
     "explain_verify",
     "fold",
     "materialize",
+    "triton_dtype",
     "verify",
     "verify_bytes",
 ]
@@ -187,7 +188,8 @@ def _explain_pools(state: Tensor, ring: RingView) -> str | None:
     return None
 
 
-def _triton_dtype(dtype: torch.dtype):
+def triton_dtype(dtype: torch.dtype):
+    """Return Triton's name of a dtype."""
     import triton.language as tl
 
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[
@@ -246,9 +248,9 @@ def verify(
             BLOCK_OUT=round_up_to_power_of_two(value_dim),
             SPLITS=config.splits,
             STAGES=config.num_stages,
-            ACT_OPERAND=_triton_dtype(operands.act),
-            STATE_OPERAND=_triton_dtype(operands.state),
-            RING_OPERAND=_triton_dtype(operands.ring),
+            ACT_OPERAND=triton_dtype(operands.act),
+            STATE_OPERAND=triton_dtype(operands.state),
+            RING_OPERAND=triton_dtype(operands.ring),
             PRECISION=operands.precision,
             PREFETCH=config.prefetch_lines,
             USE_L2NORM=gates.use_qk_l2norm,
@@ -313,7 +315,7 @@ def advance_sizes(state: Tensor, ring: RingView, operands: Operands) -> dict[str
         "RING": round_up_to_power_of_two(ring.k.shape[2]),
         "WINDOW": max(16, round_up_to_power_of_two(ring.max_window)),
         "BLOCK_K": min(_largest_divisor_power(key_dim), 64),
-        "OPERAND": _triton_dtype(operands.ring),
+        "OPERAND": triton_dtype(operands.ring),
         "PRECISION": operands.precision,
         "TOKEN_DECAY": ring.has_token_decay,
     }

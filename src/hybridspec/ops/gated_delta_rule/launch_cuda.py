@@ -19,23 +19,28 @@ from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.ring.view import RingView
 
 __all__ = [
+    "ACTS",
+    "NEVER",
+    "TARGETS",
+    "TYPES",
     "CudaConfig",
     "Params",
     "choose_config",
     "explain_tensors",
     "explain_verify",
     "prepare",
+    "readable",
     "verify",
 ]
 
 SOURCE = "gated_delta_rule/verify.cu"
-_TARGETS = ((9, 0),)  # where it was measured against the portable kernel
-_NEVER = 2**31 - 1  # as fold_threshold
+TARGETS = ((9, 0),)  # where it was measured against the portable kernel
+NEVER = 2**31 - 1  # as fold_threshold
 _MAX_TOKENS = 8
 _MAX_WINDOW = 16
 _STAGED_BYTES = 48  # of shared memory for each value row, beside the row
-_ACTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-_TYPES = _ACTS | {torch.float32: "Fp32"}
+ACTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+TYPES = ACTS | {torch.float32: "Fp32"}
 _POINTERS = (
     "q", "k", "v", "a", "b", "A_log", "dt_bias", "state", "state_scale", "ring_k", "ring_u",
     "ring_decay", "out", "ring_start", "history_len", "cu_seqlens", "slots", "is_fold",
@@ -120,7 +125,7 @@ def explain_verify(
     """Say why the CUDA kernel cannot serve a verify call, or return None."""
     if not rows.q.is_cuda:
         return "the tensors are not on a CUDA device"
-    if capability(rows.q) not in _TARGETS:
+    if capability(rows.q) not in TARGETS:
         return "it was measured on sm_90 only"
     return explain_compiler() or explain_tensors(rows, gates, state, ring, batch)
 
@@ -131,7 +136,7 @@ def explain_tensors(
     """Say which size, dtype or alignment of a call the kernel does not take, or return None."""
     q, k, v, a, b, out = rows
     checkpoints = state.values
-    if q.dtype not in _ACTS:
+    if q.dtype not in ACTS:
         return f"q has dtype {dtype_name(q.dtype)}, it takes bfloat16 and float16"
     for name, tensor in (("ring.k", ring.k), ("ring.u", ring.u), ("out", out)):
         if tensor.dtype != q.dtype:
@@ -178,11 +183,11 @@ def _defines(
 ) -> dict[str, object]:
     """Macros of the kernel for the tensors of a call: what it does not take from `Params`."""
     return {
-        "ACT": _ACTS[rows.k.dtype],
+        "ACT": ACTS[rows.k.dtype],
         "STATE_BITS": 8 * state.itemsize,
-        "GATE": _TYPES[rows.a.dtype],
-        "A_LOG": _TYPES[_readable(gates.A_log).dtype],
-        "DT_BIAS": _TYPES[_readable(gates.dt_bias).dtype],
+        "GATE": TYPES[rows.a.dtype],
+        "A_LOG": TYPES[readable(gates.A_log).dtype],
+        "DT_BIAS": TYPES[readable(gates.dt_bias).dtype],
         "HEADS": rows.k.shape[1],
         "VALUE_HEADS": state.shape[1],
         "KEY_DIM": state.shape[3],
@@ -191,7 +196,7 @@ def _defines(
         "SCALE_GROUP": GROUP_SIZE,
         "MOST_TOKENS": 4 if max_rows <= 4 else _MAX_TOKENS,
         "MOST_WINDOW": _MAX_WINDOW,
-        "NEVER": _NEVER,
+        "NEVER": NEVER,
         "SPLITS": config.splits,
         "WARPS": config.warps,
         "SHARED_BYTES": warp_bytes,
@@ -211,9 +216,9 @@ def _warp_bytes(state: Tensor, config: CudaConfig) -> int:
     return value_dim // config.splits * row_bytes
 
 
-def _readable(parameter: Tensor) -> Tensor:
+def readable(parameter: Tensor) -> Tensor:
     """Return A_log or dt_bias as the kernel reads it: as it is, if it has at most 32 bits."""
-    return parameter if parameter.dtype in _TYPES else parameter.float()
+    return parameter if parameter.dtype in TYPES else parameter.float()
 
 
 def verify(rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch) -> None:
@@ -250,7 +255,7 @@ def prepare(
 
     def run(rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch) -> None:
         pointed = (
-            *rows[:5], _readable(gates.A_log), _readable(gates.dt_bias), *state, *ring[:3],
+            *rows[:5], readable(gates.A_log), readable(gates.dt_bias), *state, *ring[:3],
             rows.out, *ring[3:5], *batch[:3],
         )  # fmt: skip
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointed]
@@ -274,7 +279,7 @@ def _constants(
         *ring.k.stride()[:3], *ring.u.stride()[:3], *ring.cum_log_decay.stride()[:2],
         num_requests, q.shape[0], q.shape[0] // num_requests,
         round_up_to_power_of_two(ring.k.shape[2]),
-        _NEVER if batch.fold_threshold is None else batch.fold_threshold,
+        NEVER if batch.fold_threshold is None else batch.fold_threshold,
         batch.cu_seqlens is None, not batch.keeps_padding, gates.use_qk_l2norm, batch.padding,
         1 if batch.slots is None else batch.slots.stride(0), batch.is_fold_by_slot,
         gates.output_scale(k.shape[2]), gates.beta_scale,

@@ -15,56 +15,11 @@
 
 #include "verify_system.cuh"
 
-// Where a turn is long its loop stays a loop: instructions that do not fit into their cache take
-// longer than all else.
-#if STATE_BITS == 16
-#define BLOCK_LOOP UNROLL
-#else
-#define BLOCK_LOOP ROLLED
-#endif
+#include "state_copies.cuh"
 
-constexpr int ROW_BYTES = State::ROW_BYTES, SCALE_BYTES = State::SCALE_BYTES;
-constexpr int ROW_CHUNKS = ROW_BYTES / 16;
 constexpr int STAGED_BYTES = 512 * 3;  // of a block: 16 bytes a lane for live rows g and g + 8 of u, and for v
 
 static_assert(SHARED_BYTES == PART * (ROW_BYTES + SCALE_BYTES) + BLOCKS * STAGED_BYTES, "what the launch reserves");
-static_assert(ROW_CHUNKS >= 8 && (ROW_CHUNKS & (ROW_CHUNKS - 1)) == 0, "chunks are exchanged within 8");
-
-// Copy 32 state rows, and their factors, to shared memory. Lines that are read once
-// are the first to make room in the cache; those that a fold stores stay.
-template <bool read_once>
-DEVICE void copy_rows_as(uint8* rows, const uint8* state) {
-    constexpr uint32 ROWS = 32 / ROW_CHUNKS;  // that a warp copies at once
-    const uint32 row = lane_index() / ROW_CHUNKS, chunk = lane_index() % ROW_CHUNKS;
-    UNROLL
-    for (uint32 i = 0; i < 32; i += ROWS)
-        copy_async<read_once>(rows + (i + row) * ROW_BYTES + 16 * (chunk ^ State::exchange(i + row)),
-                              state + (i + row) * STATE_STRIDE + 16 * chunk);
-}
-DEVICE void copy_rows(uint8* rows, uint8* factors, const uint8* state, const uint8* scales, bool may_fold) {
-    if (EVICT_FIRST && !may_fold) copy_rows_as<true>(rows, state);
-    else copy_rows_as<false>(rows, state);
-    if (SCALE_BYTES && lane_index() < 2 * SCALE_BYTES)
-        copy_async<false>(factors + 16 * lane_index(), scales + 16 * lane_index());
-}
-// Store them from there, whole lines at a time.
-DEVICE void store_rows(const uint8* rows, const uint8* factors, uint8* state, uint8* scales) {
-    constexpr uint32 ROWS = 32 / ROW_CHUNKS;
-    const uint32 row = lane_index() / ROW_CHUNKS, chunk = lane_index() % ROW_CHUNKS;
-    UNROLL
-    for (uint32 i = 0; i < 32; i += ROWS)
-        store(state + (i + row) * STATE_STRIDE + 16 * chunk,
-              load_shared(rows + (i + row) * ROW_BYTES + 16 * (chunk ^ State::exchange(i + row))));
-    if (SCALE_BYTES && lane_index() < 2 * SCALE_BYTES)
-        store(scales + 16 * lane_index(), load_shared(factors + 16 * lane_index()));
-}
-
-// Zero the warp's columns, from `out` on, of rows first, first + step, ...
-DEVICE void zero_rows(const Params& p, uint16* out, uint32 first, uint32 last, uint32 step) {
-    for (uint32 row = first; row < last; row += step)
-        for (uint32 i = lane_index(); i < PART / 8; i += 32)
-            store(out + offset(row, p.out_stride_n) + 8 * i, Chunk{{0, 0, 0, 0}});
-}
 
 // Where a warp has its state rows, their factors, and the lane's bytes of u and v in shared memory.
 struct Shared {
@@ -75,16 +30,6 @@ struct Shared {
         staged = factors + PART * SCALE_BYTES + 16 * lane_index();
     }
 };
-
-struct Fp32;
-template <class Type>
-DEVICE float load_number(const void* from, uint64 index) {
-    return Type::first(static_cast<const uint16*>(from)[index]);
-}
-template <>
-DEVICE float load_number<Fp32>(const void* from, uint64 index) {
-    return static_cast<const float*>(from)[index];
-}
 
 DEVICE void copy_block(const Shared& shared, const Pools& pools, int block, bool may_fold) {
     copy_rows(shared.rows + 32 * block * ROW_BYTES, shared.factors + 32 * block * SCALE_BYTES,
@@ -151,6 +96,14 @@ DEVICE void ask(Asked& asked, Pools& pools, const Params& p, const Work& work, c
     }
     sync_warp();
 }
+
+// Terms of a fold for a group of columns: weighted corrections of the pair of rows, and keys of the
+// window, transposed, rows 0 to 7 and 8 to 15.
+struct Added {
+    const uint32 (&weighted_u)[4];
+    const Chunk &keys_0, &keys_8;
+    DEVICE void to(float (&d)[4], int j, const float (&c)[4]) const { ACT::mma(d, weighted_u, keys_0.r[j], keys_8.r[j], c); }
+};
 
 // Corrections and outputs of 32 value rows: S0 k and S0 q, live corrections `u`, and those of this step.
 DEVICE void stream(Chunk (&results)[TILES], const LaneRows& rows, const Asked& asked, const Solved& solved, const Chunk (&u)[2],
@@ -238,10 +191,10 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
         first = p.cu_seqlens[work.request];
         num_tokens = p.cu_seqlens[work.request + 1] - first;
         const uint32 rows_end = p.cu_seqlens[p.num_requests];
-        if (rows_end < p.num_rows) zero_rows(p, out, rows_end + work.request, p.num_rows, p.num_requests);
+        if (rows_end < p.num_rows) zero_rows(out, p.out_stride_n, rows_end + work.request, p.num_rows, p.num_requests);
     }
     if (is_padding) {
-        if (p.zero_padding) zero_rows(p, out, first, first + num_tokens, 1);
+        if (p.zero_padding) zero_rows(out, p.out_stride_n, first, first + num_tokens, 1);
         return;
     }
     if (num_tokens <= 0 && !is_marked) return;

@@ -1,34 +1,18 @@
-// How a warp holds matrices, and what a launch of the verify kernel passes.
+// Rows of a step and of the window in registers, and what a launch of the verify kernel passes.
 //
 // Keys and queries of a step are the rows of X: up to four tokens fit into one tile of eight rows,
 // k_0 .. k_3, then q_0 .. q_3; up to eight take two tiles, one of keys and one of queries. Results have
 // value rows down and rows of X across, so nothing is multiplied for tokens that do not exist.
 //
-// Lane (g, t) = (lane / 4, lane % 4). A row of 32 numbers is four chunks of 16 bytes, one for each t,
-// so lane (g, t) loads numbers 8t .. 8t+7 of row g at once. Tensor-core products sum over pairs
-// (2t, 2t+1) of each lane, and any order of the sum will do if both operands have it: register j of a
-// chunk serves as pair j, that is columns 8t+2j, 8t+2j+1. The same holds for value rows: those of lane
-// row g are 8 (g / 2) + 2j + g % 2 of 32 for each j, and what comes out is transposed into register j of
-// a chunk.
-//
-// The launch defines: ACT (Bf16 or Fp16), STATE_BITS (16: as ACT, 32, 8), GATE, A_LOG and DT_BIAS
-// (Bf16, Fp16 or Fp32), HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, STATE_STRIDE (bytes between state
-// rows), SCALE_GROUP (columns of a factor of an 8-bit state), MOST_TOKENS (4 or 8), MOST_WINDOW, NEVER
-// (a fold_threshold), SPLITS, WARPS, SHARED_BYTES (of a warp), BLOCKS_PER_MULTIPROCESSOR, EVICT_FIRST
-// (whether states that are only read leave the cache early), BY_BLOCK (whether slots may be a strided
-// column, marks be by slot and other numbers than -1 be padding), TOKEN_DECAY (whether the ring has decays
-// of tokens, not their sums).
+// Beside what `warp_layout.cuh` names the launch defines: MOST_TOKENS (4 or 8), MOST_WINDOW, BY_BLOCK
+// (whether slots may be a strided column, marks be by slot and other numbers than -1 be padding),
+// TOKEN_DECAY (whether the ring has decays of tokens, not their sums).
 #pragma once
 
-#include "primitives.cuh"
+#include "warp_layout.cuh"
 
-constexpr int TILES = MOST_TOKENS / 4;        // of rows of X
-constexpr int GROUPS = KEY_DIM / 32;          // of key columns
-constexpr int PART = VALUE_DIM / SPLITS;      // value rows of one warp
-constexpr int BLOCKS = PART / 32;             // of value rows
-constexpr int RATIO = VALUE_HEADS / HEADS;    // value heads of a key head
+constexpr int TILES = MOST_TOKENS / 4;  // of rows of X
 
-static_assert(KEY_DIM % 32 == 0 && PART % 32 == 0, "rows are loaded 32 numbers at a time");
 static_assert(MOST_WINDOW == 16, "lanes hold two rows of the window");
 
 struct Params {
@@ -55,22 +39,9 @@ struct Params {
     float scale, beta_scale;
 };
 
-DEVICE uint64 offset(uint32 index, uint32 stride) { return static_cast<uint64>(index) * stride; }
-
 // The row of X that lane row g holds in a tile: which token, and whether it is the query.
 DEVICE uint32 token_of(uint32 g) { return TILES == 1 ? g % 4 : g; }
 DEVICE bool is_query(int tile, uint32 g) { return TILES == 1 ? g >= 4 : tile == 1; }
-
-// What a warp works on, PART value rows of a head of a request from value_first on, and its lane (g, t).
-struct Work {
-    uint32 request, h, hv, value_first, g, t;
-    DEVICE Work() {
-        const uint32 item = block_index() * WARPS + warp_index();
-        hv = item / SPLITS % VALUE_HEADS, request = item / SPLITS / VALUE_HEADS;
-        value_first = item % SPLITS * PART, h = hv / RATIO;
-        g = lane_index() / 4, t = lane_index() % 4;
-    }
-};
 
 // Rows of the step and of the ring that a request has.
 struct Request {
@@ -106,11 +77,3 @@ struct Pools {
     uint16 *ring_k, *ring_u;
     float* ring_decay;
 };
-
-// d = c + rows other^T for 32 columns, of which a lane has those of row g: rows g and g + 8 of the
-// left factor are `first` and `second`. Lane (g, t) gets columns 2t, 2t + 1 of both.
-template <class Type = ACT>
-DEVICE void multiply(float (&d)[4], const Chunk& first, const Chunk& second, const Chunk& other, const float (&c)[4]) {
-    Type::mma(d, {first.r[0], second.r[0], first.r[1], second.r[1]}, other.r[0], other.r[1], c);
-    Type::mma(d, {first.r[2], second.r[2], first.r[3], second.r[3]}, other.r[2], other.r[3], d);
-}

@@ -10,26 +10,19 @@
 //     exchange(row)           as above
 //     take(x, excess, unit)   makes of rows of X what `multiply` wants; x unit has length one
 //     multiply(c, ...)        c += S X^T for 32 columns of two state rows of each lane
-//     fold(first, ...)        columns 32 group + 8t .. + 7 of a pair of state rows, e^{G_P} S0 + (w u)^T k
+//     fold(first, ...)        columns 32 group + 8t .. + 7 of a pair of state rows, e^{G_P} S0 + (w u)^T k,
+//                             the latter by `added.to(d, j, c)` for columns 8t + 2j, 8t + 2j + 1
 //     put(rows, ...)          puts such columns of one row where they were read, rounded
 //
 // A pair of rows is `row`, counted from the lane's first row in a block, and the one two behind it.
 #pragma once
 
-#include "verify_layout.cuh"
+#include "warp_layout.cuh"
 
 // The rows of a block, from lane (g, t)'s first row on, and their factors; all have the same exchange.
 struct LaneRows {
     uint8 *numbers, *factors;
     uint32 exchanged, t;
-};
-
-// Terms of a fold for a group of columns: weighted corrections of the pair of rows, and keys of the
-// window, transposed, rows 0 to 7 and 8 to 15.
-struct Added {
-    const uint32 (&weighted_u)[4];
-    const Chunk &keys_0, &keys_8;
-    DEVICE void to(float (&d)[4], int j, const float (&c)[4]) const { ACT::mma(d, weighted_u, keys_0.r[j], keys_8.r[j], c); }
 };
 
 using Columns = float[8];
@@ -41,7 +34,8 @@ struct WideFormat {
     static constexpr int ROW_BYTES = KEY_DIM * bytes, SCALE_BYTES = 0, TOGETHER = 1;
     static constexpr bool HAS_UNIT_ROWS = false;
     DEVICE static void take(Chunk (&)[GROUPS][TILES], float (&)[GROUPS][TILES][4], const float (&)[TILES]) {}
-    DEVICE static void add(Columns& first, Columns& second, const Added& added) {
+    template <class Terms>
+    DEVICE static void add(Columns& first, Columns& second, const Terms& added) {
         UNROLL
         for (int j = 0; j < 4; ++j) {
             float c[4] = {first[2 * j], first[2 * j + 1], second[2 * j], second[2 * j + 1]};
@@ -66,7 +60,8 @@ struct State16 : WideFormat<2> {
         UNROLL
         for (int j = 0; j < 4; ++j) x[2 * j] = factor * ACT::first(pairs.r[j]), x[2 * j + 1] = factor * ACT::second(pairs.r[j]);
     }
-    DEVICE static void fold(Columns& first, Columns& second, const LaneRows& rows, uint32 row, uint32 group, const Added& added,
+    template <class Terms>
+    DEVICE static void fold(Columns& first, Columns& second, const LaneRows& rows, uint32 row, uint32 group, const Terms& added,
                             float window_decay) {
         widen(first, load_shared(place(rows, row, group)), window_decay);
         widen(second, load_shared(place(rows, row + 2, group)), window_decay);
@@ -114,7 +109,8 @@ struct State32 : WideFormat<4> {
             ::multiply(c[tile], first_rest, second_rest, x[tile], c[tile]);
         }
     }
-    DEVICE static void fold(Columns& first, Columns& second, const LaneRows& rows, uint32 row, uint32 group, const Added& added,
+    template <class Terms>
+    DEVICE static void fold(Columns& first, Columns& second, const LaneRows& rows, uint32 row, uint32 group, const Terms& added,
                             float window_decay) {
         read(first, rows, row, group);
         UNROLL
@@ -189,7 +185,8 @@ struct State8 {
         }
     }
     // The tensor cores turn integers into numbers: times one, less 1152.
-    DEVICE static void fold(Columns& first, Columns& second, const LaneRows& rows, uint32 row, uint32 group, const Added& added,
+    template <class Terms>
+    DEVICE static void fold(Columns& first, Columns& second, const LaneRows& rows, uint32 row, uint32 group, const Terms& added,
                             float window_decay) {
         const uint32 g = lane_index() / 4;
         const uint32 identity = g / 2 == rows.t ? (g % 2 ? 0x3c000000u : 0x00003c00u) : 0;

@@ -1,6 +1,7 @@
 // The small system of a step: gates, products of rows of X, and the coefficients of all that is large.
 #pragma once
 
+#include "verify_layout.cuh"
 #include "verify_states.cuh"
 
 // What a step asks for before it solves its system.
@@ -34,13 +35,6 @@ struct Products {
 struct Gates {
     float decay, beta, log_decay;  // c_t, beta_t and g_t of token_of(g)
 };
-
-// log(1 + e^x), by series where e^-|x| would vanish beside 1.
-DEVICE float softplus(float x) {
-    float small = exponential(x < 0 ? x : -x);
-    float series = small * (1 - small * (0.5f - small * (0.33333333f - small * 0.25f)));
-    return (x > 0 ? x : 0.f) + (small < 0.01f ? series : logarithm(1 + small));
-}
 
 DEVICE Gates gates(const Params& p, const Work& work, const Request& request, const Asked& asked) {
     const bool live = request.has(work.g);

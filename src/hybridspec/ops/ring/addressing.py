@@ -14,7 +14,7 @@ from hybridspec.ops._requests import read_at
 from hybridspec.ops.norms.reference import widened
 from hybridspec.ops.ring.view import RingView
 
-__all__ = ["Window", "append_rows", "read_cursors"]
+__all__ = ["Window", "append_rows", "live_rows", "read_cursors"]
 
 
 class Window(NamedTuple):
@@ -42,9 +42,9 @@ class Window(NamedTuple):
         dtype: torch.dtype,
     ) -> Window:
         """Gather the first `lengths[i]` live rows of each slot, in a dtype."""
-        k = _live_rows(ring.k, slots, starts, lengths, dtype)
-        u = _live_rows(ring.u, slots, starts, lengths, dtype)
-        cum = _live_rows(ring.cum_log_decay, slots, starts, lengths, dtype)
+        k = live_rows(ring.k, slots, starts, lengths, dtype)
+        u = live_rows(ring.u, slots, starts, lengths, dtype)
+        cum = live_rows(ring.cum_log_decay, slots, starts, lengths, dtype)
         if ring.has_token_decay:
             cum = cum.cumsum(1)
         if min(lengths) == max(lengths) > 0:
@@ -73,9 +73,10 @@ def _ring_rows(pool: Tensor, slot: int, first: int, count: int) -> Tensor:
     return pool.as_strided((shape[1], count, *shape[3:]), strides, offset)
 
 
-def _live_rows(
+def live_rows(
     pool: Tensor, slots: list[int], starts: list[int], lengths: list[int], dtype: torch.dtype
 ) -> Tensor:
+    """Gather the first `lengths[i]` rows of each slot, [B * heads, P, ...], dead rows zero."""
     capacity = pool.shape[2]
     if len(slots) == 1:
         [slot], [start], [count] = slots, starts, lengths

@@ -1,0 +1,78 @@
+"""What the functions of `compat.flashinfer` check and prepare alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridspec.compat._calls import CallerError
+
+__all__ = [
+    "MAX_TOKENS",
+    "RING_SLOTS",
+    "W_RING",
+    "as_int32",
+    "check_range",
+    "cursors_to_move",
+    "required",
+    "with_last_stride_one",
+]
+
+W_RING = 16
+RING_SLOTS = 32
+MAX_TOKENS = 8
+
+
+def required(name: str, tensor: Tensor | None) -> Tensor:
+    """Return a tensor, or raise where there is none."""
+    if not isinstance(tensor, Tensor):
+        raise CallerError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    return tensor
+
+
+def as_int32(indices: Tensor | None) -> Tensor | None:
+    """Return indices as the ops take them, int32 and side by side."""
+    if indices is None:
+        return None
+    return required("initial_state_indices", indices).to(torch.int32).contiguous()
+
+
+def cursors_to_move(hist_len: Tensor, cache_base: Tensor | None, most: int, text: str) -> Tensor:
+    """Return `cache_base`, or raise unless both cursors are legal and can be moved in place.
+
+    Args:
+        hist_len: rows of each window, 0..most.
+        cache_base: first row of each window.
+        most: longest window.
+        text: how messages call its range.
+    """
+    if cache_base is None:
+        raise CallerError(
+            "cache_base: restart_hist_on_flush=True moves cursors in place and needs a "
+            "caller-owned cache_base, [B] int32, kept from call to call; got None. Or pass "
+            "restart_hist_on_flush=False and move the cursors yourself"
+        )
+    for name, cursor in (("hist_len", hist_len), ("cache_base", cache_base)):
+        if not cursor.is_contiguous():
+            raise CallerError(
+                f"{name}: restart_hist_on_flush=True moves it in place and needs it contiguous, "
+                f"got strides {tuple(cursor.stride())}"
+            )
+    if not (hist_len.is_cuda and torch.cuda.is_current_stream_capturing()):
+        check_range("hist_len", hist_len, most, text)
+        check_range("cache_base", cache_base, RING_SLOTS - 1, f"[0, {RING_SLOTS})")
+    return cache_base
+
+
+def check_range(name: str, cursor: Tensor, most: int, text: str) -> None:
+    """Raise unless all values are in 0..most; waits for the device."""
+    if cursor.numel() == 0:
+        return
+    least, largest = (int(bound) for bound in cursor.aminmax())
+    if least < 0 or largest > most:
+        raise CallerError(f"{name} out of legal range {text}: found {least} to {largest}")
+
+
+def with_last_stride_one(rows: Tensor) -> Tensor:
+    """Return rows as the ops take them."""
+    return rows if rows.dim() == 0 or rows.stride(-1) == 1 else rows.contiguous()
