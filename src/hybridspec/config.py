@@ -16,6 +16,7 @@ __all__ = [
     "EXACTNESS",
     "KV_LAYOUTS",
     "MAX_DRAFT_TOKENS",
+    "RINGS",
     "STATE_DTYPES",
     "EngineConfig",
     "SamplingParams",
@@ -30,6 +31,7 @@ DRAFTERS = ("auto", "mtp", "lookup", "none")
 KV_LAYOUTS = ("paged", "contiguous")
 ATTENTION_BACKENDS = ("auto", "triton", "fa3", "reference")
 EXACTNESS = ("tokens", "bitwise")
+RINGS = ("u", "raw")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +255,8 @@ class EngineConfig:
         state_dtype: of the recurrent state, in addition "int8" (`docs/kernels/gdn_8bit.md`); "auto"
             follows the checkpoint. What is not float32 is rounded once per fold, and plain and
             speculative decoding fold at different tokens, so they may differ at near-ties.
+        ring: what rings keep of the tokens since a fold: "u", corrections, or "raw", keys, values
+            and gates as they came (`docs/kernels/gdn_raw.md`); not with an int8 state.
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: most tokens of a request, prompt included; None is the model's limit.
         memory_fraction: share of the GPU's memory that weights and pools may take.
@@ -283,6 +287,7 @@ class EngineConfig:
     dummy_weights: bool = False
     dtype: str = "auto"
     state_dtype: str = "auto"
+    ring: str = "u"
     device: str = "auto"
     max_model_len: int | None = None
     memory_fraction: float = 0.9
@@ -320,6 +325,7 @@ class EngineConfig:
         for name, allowed in (
             ("dtype", DTYPES),
             ("state_dtype", STATE_DTYPES),
+            ("ring", RINGS),
             ("drafter", DRAFTERS),
             ("kv_layout", KV_LAYOUTS),
             ("attention_backend", ATTENTION_BACKENDS),

@@ -13,6 +13,7 @@ from hybridspec.config import (
     EXACTNESS,
     KV_LAYOUTS,
     MAX_DRAFT_TOKENS,
+    RINGS,
     STATE_DTYPES,
     EngineConfig,
 )
@@ -55,6 +56,7 @@ def _add_engine(group: Any) -> None:
     for name, what, choices in (
         ("dtype", "of weights and activations", DTYPES),
         ("state_dtype", "of the recurrent state", STATE_DTYPES),
+        ("ring", "what rings keep since a fold: corrections, or rows as they came", RINGS),
         ("exact", "what drafts and batches cannot change: tokens, or every bit", EXACTNESS),
     ):
         group.add_argument(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["as_json", "run", "sections"]
 
 _NAME_WIDTH = 24
+_RINGS = {"u": "corrections", "raw": "rows as they came; corrections are recomputed"}
 _LAYOUTS = {"paged": "paged", "contiguous": "contiguous, the longest request in every slot"}
 
 
@@ -104,6 +105,7 @@ def _engine_rows(info: EngineInfo) -> list[tuple[str, str]]:
     return [
         ("device", config.device),
         ("dtype", f"{config.dtype}, recurrent state {config.state_dtype}"),
+        ("rings", _RINGS[config.ring]),
         ("draft tokens", f"{config.draft_tokens} a step"),
         ("drafter", drafter_name(config)),
         ("longest request", f"{config.max_model_len:,} tokens"),
@@ -158,6 +160,7 @@ def as_json(info: EngineInfo) -> dict[str, Any]:
         "device": config.device,
         "dtype": config.dtype,
         "state_dtype": config.state_dtype,
+        "ring": config.ring,
         "dummy_weights": config.dummy_weights,
         "drafter": config.drafter,
         "mtp_from": config.mtp_from,

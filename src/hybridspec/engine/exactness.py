@@ -36,6 +36,7 @@ def check_bitwise(
             config.kv_layout == "contiguous" and device.type != "cpu",
             "only attention over pages adds up in a fixed order",
         ),
+        "ring": (config.ring == "raw", "its windows have no fixed borders"),
         "state_dtype": (
             state_dtype is torch.int8,
             "8-bit states are folded by kernels that add up in another order",

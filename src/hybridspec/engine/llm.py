@@ -60,6 +60,7 @@ class LLM:
         dtype: of weights, activations and rings; "auto" is float32 on CPU, else the file's.
         state_dtype: of the recurrent state, in addition "int8"; "auto" is the checkpoint's. 16 or 8
             bits are rounded at tokens that depend on drafts, which can decide near-ties.
+        ring: "u" or, for half the drift of 16-bit states, "raw" (docs/kernels/gdn_raw.md).
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: most tokens of a request, prompt included; None is the model's limit.
         memory_fraction: share of a GPU for weights and pools; captured graphs, 1 GiB, come on top.
@@ -99,6 +100,7 @@ class LLM:
         dummy_weights: bool = False,
         dtype: str = "auto",
         state_dtype: str = "auto",
+        ring: str = "u",
         device: str = "auto",
         max_model_len: int | None = None,
         memory_fraction: float | None = None,
@@ -130,6 +132,7 @@ class LLM:
             dummy_weights=dummy_weights,
             dtype=dtype,
             state_dtype=state_dtype,
+            ring=ring,
             device=device,
             max_model_len=max_model_len,
             memory_fraction=memory_fraction,

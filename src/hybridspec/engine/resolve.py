@@ -114,10 +114,7 @@ def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False
     max_len = model.max_positions if config.max_model_len is None else config.max_model_len
     page_size = max_len if config.kv_layout == "contiguous" else PAGE_SIZE
     max_pages = -(-max_len // page_size)
-    options = MemoryOptions(dtype=dtype, state_dtype=state_dtype)
-    if config.exact == "bitwise":
-        check_bitwise(config, model, device, state_dtype)
-        options = replace(options, max_window=ALIGNED_WINDOW, is_aligned=True)
+    options = _memory_options(config, model, device, dtype, state_dtype)
     specs = memory_specs(
         model,
         options,
@@ -155,6 +152,24 @@ def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False
     )
 
 
+def _memory_options(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+) -> MemoryOptions:
+    """Return what layers have to know to state their memories."""
+    options = MemoryOptions(dtype=dtype, state_dtype=state_dtype)
+    if config.exact == "bitwise":
+        check_bitwise(config, model, device, state_dtype)
+        return replace(options, max_window=ALIGNED_WINDOW, is_aligned=True)
+    if config.ring == "raw":  # 16 rows for a window and the rows of a step
+        longest = 16 - (config.draft_tokens + 1)
+        return replace(options, is_raw=True, ring_capacity=16, max_window=longest)
+    return options
+
+
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -178,6 +193,8 @@ def _check_sizes(model: ModelConfig, config: EngineConfig) -> None:
         raise ValueError(
             f"max_model_len: expected at most the model's {limit}, got {config.max_model_len}"
         )
+    if config.state_dtype == "int8" and config.ring == "raw":
+        raise UnsupportedError("ring: 'raw' does not go with state_dtype 'int8'; use bfloat16")
     if config.state_dtype == "int8" and key_dim not in INT8_KEY_DIMS:
         sizes = " and ".join(map(str, INT8_KEY_DIMS))
         raise UnsupportedError(

@@ -21,6 +21,7 @@ from hybridspec.models.mlp import Mlp, MoeMlp
 from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention, rotary
 from hybridspec.ops.activations import sigmoid_gate
 from hybridspec.ops.norms import RmsNorm, widened
+from hybridspec.ops.ring import RawRingView
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import GdnMemory, KvMemory, MemoryOptions, MemorySpec
 
@@ -168,11 +169,10 @@ class GdnLayer:
                 causal_conv1d.Log(memory.conv_ring, memory.seq_len),
                 causal_conv1d.Batch(offsets, offsets[:1], max_verify_tokens),
             ),
-            GATED_DELTA_RULE: gated_delta_rule.explain_verify(
+            GATED_DELTA_RULE: _explain_rule(
                 gated_delta_rule.Rows(q.view(keys), k.view(keys), v.view(values), a, b, y),
                 gated_delta_rule.Gates(gate, gate, None, True, 1.0),
-                gated_delta_rule.State(memory.state, memory.state_scale),
-                memory.ring,
+                memory,
                 gated_delta_rule.FoldingBatch(offsets, offsets[:1], None, max_verify_tokens),
             ),
         }
@@ -204,23 +204,47 @@ class GdnLayer:
     def _mix(
         self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, step: Step, memory: GdnMemory
     ) -> Tensor:
-        rows = (q, k, v, a, b, self.A_log, self.dt_bias)
-        logs = (memory.state, memory.ring, step.cu_seqlens, step.slots)
+        rows, ring = (q, k, v, a, b, self.A_log, self.dt_bias, memory.state), memory.ring
+        batch = (step.cu_seqlens, step.slots)
         if step.is_prefill:
             return gated_delta_rule.prefill(
                 *rows,
-                *logs,
+                ring.for_prefill() if isinstance(ring, RawRingView) else ring,
+                *batch,
                 max_seqlen=step.max_seqlen,
                 state_scale=memory.state_scale,
             )
+        if isinstance(ring, RawRingView):
+            return gated_delta_rule.verify_raw(
+                *rows,
+                ring,
+                *batch,
+                max_verify_tokens=step.max_seqlen,
+                is_fold=step.is_fold,
+                backend=self.rule_backend,
+            )
         return gated_delta_rule.verify(
             *rows,
-            *logs,
+            ring,
+            *batch,
             max_verify_tokens=step.max_seqlen,
             is_fold=step.is_fold,
             state_scale=memory.state_scale,
             backend=self.rule_backend,
         )
+
+
+def _explain_rule(
+    rows: gated_delta_rule.Rows,
+    gates: gated_delta_rule.Gates,
+    memory: GdnMemory,
+    batch: gated_delta_rule.FoldingBatch,
+) -> dict[str, str | None]:
+    """Say of each backend of the rule why it cannot serve a step over a memory, or None."""
+    state = gated_delta_rule.State(memory.state, memory.state_scale)
+    if isinstance(memory.ring, RawRingView):
+        return gated_delta_rule.explain_verify_raw(rows, gates, state, memory.ring, batch)
+    return gated_delta_rule.explain_verify(rows, gates, state, memory.ring, batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

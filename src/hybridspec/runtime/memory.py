@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
-from hybridspec.ops.ring import RingView
+from hybridspec.ops.ring import RawRingView, RingView
 
 __all__ = [
     "Cursors",
@@ -106,6 +106,7 @@ class MemoryOptions:
         max_verify_tokens: most rows of one request in a step that verifies.
         ring_capacity: R, rows of a ring, a power of two.
         max_window: W, most live rows of a ring.
+        is_raw: whether rings keep rows as they came.
         is_aligned: whether windows are folded every W committed rows of a request, and the rows of
             a step never cross such a border.
     """
@@ -116,6 +117,7 @@ class MemoryOptions:
     ring_capacity: int = 32
     max_window: int = 16
     is_aligned: bool = False
+    is_raw: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +176,7 @@ class GdnMemory:
 
     state: Tensor
     state_scale: Tensor | None
-    ring: RingView
+    ring: RingView | RawRingView
     conv_ring: Tensor
     seq_len: Tensor
 
@@ -208,25 +210,25 @@ class GdnMemory:
         if options.state_dtype is torch.int8:
             tensors["state_scale"] = state(key_dim // GROUP_SIZE, SCALE_DTYPE)
         tensors["k"] = ring(num_key_heads, rows, key_dim)
-        tensors["u"] = ring(num_value_heads, rows, value_dim)
-        tensors["cum_log_decay"] = ring(num_value_heads, rows, kind=torch.float32)
+        tensors["v" if options.is_raw else "u"] = ring(num_value_heads, rows, value_dim)
+        for name in ("a", "b") if options.is_raw else ("cum_log_decay",):
+            tensors[name] = ring(num_value_heads, rows, kind=torch.float32)
         tensors["conv_ring"] = TensorSpec(shape=conv_shape, dtype=dtype, part="conv ring")
         return MemorySpec(per_slot=tensors, per_token={}, view=cls._view)
 
     @classmethod
     def _view(cls, tensors: Mapping[str, Tensor], cursors: Cursors) -> GdnMemory:
-        ring = RingView(
-            k=tensors["k"],
-            u=tensors["u"],
-            cum_log_decay=tensors["cum_log_decay"],
-            ring_start=cursors.ring_start,
-            history_len=cursors.history_len,
-            max_window=cursors.max_window,
+        shared = (cursors.ring_start, cursors.history_len, cursors.max_window)
+        k, u = tensors["k"], tensors.get("u")
+        view = (
+            RawRingView(k, tensors["v"], tensors["a"], tensors["b"], *shared)
+            if u is None
+            else RingView(k, u, tensors["cum_log_decay"], *shared)
         )
         return cls(
             state=tensors["state"],
             state_scale=tensors.get("state_scale"),
-            ring=ring,
+            ring=view,
             conv_ring=tensors["conv_ring"],
             seq_len=cursors.seq_len,
         )

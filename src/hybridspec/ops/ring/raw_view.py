@@ -17,6 +17,7 @@ from hybridspec.ops._checks import (
     check_option,
 )
 from hybridspec.ops._library import Written
+from hybridspec.ops.ring.view import RingView
 
 __all__ = ["RawRingView", "check_raw_ring", "check_raw_ring_shapes", "raw_ring_tensors"]
 
@@ -45,6 +46,10 @@ class RawRingView(NamedTuple):
     ring_start: Tensor
     history_len: Tensor
     max_window: int
+
+    def for_prefill(self) -> RingView:
+        """Return these tensors as the ring that `prefill` takes, which looks at cursors alone."""
+        return RingView(self.k, self.v, self.a, self.ring_start, self.history_len, self.max_window)
 
 
 def raw_ring_tensors(ring: RawRingView) -> dict[str, Tensor | None]:
