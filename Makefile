@@ -21,13 +21,15 @@ GPU_PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONPATH=src:tests$${PYTHONPATH:
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p xdist -p timeout -p hypothesispytest -p gpu_results \
 	-n $(GPU_JOBS) --dist worksteal --timeout 120 --timeout-method thread -m gpu
 
-.PHONY: help demo test test-full test-gpu test-page test-cluster docs plots lint format clean
+.PHONY: help demo test test-full test-gpu test-vllm test-sglang test-page test-cluster docs plots lint format clean
 
 help:
 	@echo 'make demo       generate with the bundled model, then compare with plain decoding'
 	@echo 'make test       linters and tests, at most 10 minutes on 2 cores'
 	@echo 'make test-full  linters and all tests that need no GPU; writes tests/results/test-full.txt'
 	@echo 'make test-gpu   tests on a GPU with PYTHON as it is; SHARD=paths runs a part'
+	@echo 'make test-vllm, make test-sglang'
+	@echo '                against the released wheels, which are downloaded (336 and 39 MB)'
 	@echo 'make test-page  the page in Chromium, which has to be there, and Playwright in .venv'
 	@echo 'make test-cluster  replicas on Ray Serve, which has to be in .venv; some minutes, 1.2 GB'
 	@echo 'make docs       the documents as a site in build/site; a link that leads nowhere fails'
@@ -65,6 +67,21 @@ test-full: lint
 
 test-gpu:
 	@$(GPU_PYTEST) --gpu-results=$(GPU_RESULTS) $(SHARD)
+
+# Another project's released wheel without what it depends on; its Python files are kept.
+.venv/releases/vllm: | .venv/.ready-dev
+	@$(BIN)/python tools/fetch_release.py 'vllm==0.33.*' $@
+
+.venv/releases/sglang: | .venv/.ready-dev
+	@$(BIN)/python tools/fetch_release.py 'sglang==0.5.23' $@
+
+test-vllm: .venv/releases/vllm
+	@VLLM_RELEASE=$(CURDIR)/.venv/releases/vllm $(PYTEST) -o filterwarnings=default \
+		tests/releases/check_vllm.py
+
+test-sglang: .venv/releases/sglang
+	@SGLANG_RELEASE=$(CURDIR)/.venv/releases/sglang $(PYTEST) -o filterwarnings=default \
+		tests/releases/check_sglang.py
 
 test-page: .venv/.ready-dev
 	@$(PYTEST) -m browser tests/serve/test_page.py

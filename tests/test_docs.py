@@ -22,6 +22,7 @@ DOCUMENTS = sorted(
         *(ROOT / "tests").rglob("*.md"),
     ]
 )
+GUIDES = [ROOT / "docs/integrating.md", *sorted((ROOT / "docs/integrating").glob("*.md"))]
 CODE_FOLDERS = ("src", "tests", "tools", "benchmarks")
 SUFFIXES = ("py", "md", "txt", "toml", "json", "jsonl", "safetensors", "yml", "csv")
 
@@ -211,12 +212,17 @@ def test_python_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out
 
 
-def test_python_for_other_engines_runs() -> None:
-    blocks = fenced((ROOT / "docs/integrating.md").read_text(encoding="utf-8"), "python")
-    assert len(blocks) == 5
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
+def test_python_for_other_engines_runs(guide: Path) -> None:
+    blocks = fenced(guide.read_text(encoding="utf-8"), "python")
+    assert blocks
     names: dict[str, object] = {}
     for block in blocks:
-        exec(compile(block, "docs/integrating.md", "exec"), names)
+        exec(compile(block, guide.name, "exec"), names)
+
+
+def test_every_engine_has_a_guide() -> None:
+    assert [guide.stem for guide in GUIDES[1:]] == ["flashinfer", "lightllm", "sglang", "vllm"]
 
 
 def test_the_tutorial_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

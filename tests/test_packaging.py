@@ -77,6 +77,8 @@ def test_the_base_needs_torch_only(wheel: zipfile.ZipFile) -> None:
     assert metadata(wheel)["Requires-Python"] == ">=3.11"
 
 
-def test_it_brings_the_command(wheel: zipfile.ZipFile) -> None:
+def test_it_brings_the_command_and_the_plug_in(wheel: zipfile.ZipFile) -> None:
     [name] = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
-    assert "hybridspec = hybridspec.cli:main" in wheel.read(name).decode("utf-8")
+    found = wheel.read(name).decode("utf-8")
+    assert "hybridspec = hybridspec.cli:main" in found
+    assert "[vllm.general_plugins]\nhybridspec = hybridspec.compat.vllm_plugin:register" in found
