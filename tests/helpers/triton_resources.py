@@ -16,7 +16,14 @@ __all__ = ["compiled"]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def compiled(kernel, constants: dict, types: dict, capability: int, options: dict) -> dict:
+def compiled(
+    kernel,
+    constants: dict,
+    types: dict,
+    capability: int,
+    options: dict,
+    aligned: tuple[str, ...] = (),
+) -> dict:
     """Compile one kernel and read its resource usage.
 
     Args:
@@ -26,6 +33,7 @@ def compiled(kernel, constants: dict, types: dict, capability: int, options: dic
             for a tuple.
         capability: such as 90.
         options: such as num_warps.
+        aligned: integers that 16 divides, besides strides.
     """
     signature, divisible = {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -33,7 +41,7 @@ def compiled(kernel, constants: dict, types: dict, capability: int, options: dic
         signature[name] = "constexpr" if name in constants else types.get(name, default)
         if isinstance(signature[name], tuple):
             divisible |= {(i, j): [["tt.divisibility", 16]] for j in range(len(signature[name]))}
-        elif signature[name].startswith("*") or "stride" in name:
+        elif signature[name].startswith("*") or "stride" in name or name in aligned:
             divisible[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(
         fn=kernel,

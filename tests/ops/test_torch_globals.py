@@ -11,6 +11,8 @@ from torch import Tensor
 from helpers.attention_cases import make_attention_batch
 from helpers.choice_cases import random_case as random_choices
 from helpers.conv_cases import make_conv_batch
+from helpers.expert_cases import CASES as EXPERT_CASES
+from helpers.expert_cases import MixCall
 from helpers.gdn_cases import Case, Dtypes, VerifyCall
 from helpers.plan_cases import random_case, run_plan
 from helpers.rotary_cases import CASES, EPS, make_heads
@@ -50,6 +52,11 @@ def rotary() -> Run:
     return lambda: [norm_and_rotate(*heads, eps=EPS)]
 
 
+def experts() -> Run:
+    call = MixCall(EXPERT_CASES["odd sizes"], F32)
+    return lambda: [call.run("reference")]
+
+
 def gates() -> Run:
     x, weight = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)), torch.ones(16)
     return lambda: list(gdn_gates(x, x, weight, weight, 2.0))
@@ -77,6 +84,7 @@ OPS: dict[str, Callable[[], Run]] = {
     "paged_attention.verify": lambda: attention("verify", max_verify_tokens=4),
     "paged_attention.prefill": lambda: attention("prefill", max_seqlen=4),
     "norm_and_rotate": rotary,
+    "experts.mix": experts,
     "gdn_gates": gates,
     "sampling": sampling,
     "plan_step": plan,

@@ -11,7 +11,7 @@ from hybridspec.errors import UnsupportedError
 from hybridspec.models import ModelConfig
 from hybridspec.models.hybrid import MIXERS
 from hybridspec.models.layers import ATTENTION, PROMPT_ATTENTION
-from hybridspec.models.mlp import explain_grouped
+from hybridspec.models.mlp import MoeMlp
 from hybridspec.ops.sampling import explain_choose
 from hybridspec.runtime import MemorySpecs, Pools
 
@@ -80,10 +80,8 @@ def choose_backends(
     for op in (ATTENTION, PROMPT_ATTENTION):
         choices.setdefault(op, ("reference", "no layer attends"))
     if model.moe is not None:
-        grouped = explain_grouped(device, specs.options.dtype)
-        choices[EXPERTS] = _choice(
-            {"grouped": grouped, "reference": None}, "auto", is_asked_for=False
-        )
+        refusals = MoeMlp.refusals(model, device, specs.options.dtype)
+        choices[EXPERTS] = _choice(refusals, "auto", is_asked_for=False)
     choices["sampling"] = _choice(explain_choose(device), "auto", is_asked_for=False)
     _log.info("attention: %s, prompts: %s", choices[ATTENTION][0], choices[PROMPT_ATTENTION][0])
     return choices

@@ -8,23 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridspec.models.config import MoeConfig
+from hybridspec.models.config import ModelConfig, MoeConfig
+from hybridspec.ops import experts
 from hybridspec.ops.activations import swiglu
 
-__all__ = ["Mlp", "MoeMlp", "explain_grouped"]
-
-
-def explain_grouped(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Say why the experts' products are not made in one operator, or return None.
-
-    Where they are not, the host reads how many rows each expert has.
-    """
-    if device.type != "cuda":
-        return "on a CPU it is slower where experts have no rows"
-    if dtype is not torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")
-        return f"takes bfloat16 only, not {name}: every step waits for the host, none is captured"
-    return None
+__all__ = ["Mlp", "MoeMlp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,76 +22,58 @@ class Mlp:
     gate_up_weight: Tensor
     down_weight: Tensor
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the MLP's output, [N, D], added to `residual` if there is one."""
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return the MLP's output, [N, D], added to `residual`."""
         y = _gated(F.linear(x, self.gate_up_weight))
-        if residual is None:
-            return F.linear(y, self.down_weight)
         return residual.addmm_(y, self.down_weight.t())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeMlp:
-    """A routed MLP with a shared expert.
-
-    p = softmax(router x); w_e = p_e for the largest few, scaled to the sum of one where
-    `config.is_normalized`; out = sum_e w_e expert_e(x) + sigmoid(gate x) shared(x)
+    """A routed MLP with a shared expert: `ops.experts.mix`, behind the products of the router.
 
     Attributes:
         config: sizes.
         router_weight: [router | gate of the shared expert] stacked, [E + 1, D].
-        gate_up_weight: of every expert, [E, 2 F, D], the gate first.
-        down_weight: of every expert, [E, D, F].
-        shared: the expert that every row passes.
+        matrices: weights of the experts.
     """
 
     config: MoeConfig
     router_weight: Tensor
-    gate_up_weight: Tensor
-    down_weight: Tensor
-    shared: Mlp
+    matrices: experts.Matrices
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the mixture's output, [N, D], added to `residual` if there is one.
+    @staticmethod
+    def refusals(
+        config: ModelConfig, device: torch.device, dtype: torch.dtype
+    ) -> dict[str, str | None]:
+        """Ask each backend of the experts why it would not serve a row; None where it would."""
+        moe, size = config.moe, config.hidden_size
+        assert moe is not None
+        count, inner, shared = moe.num_experts, moe.expert_ffn_size, moe.shared_ffn_size
 
-        Numerics: router and experts in the dtype of `x`; probabilities and weights in fp32 (fp64),
-        rounded to the dtype of `x` once; the sum over experts accumulates in fp32.
-        """
-        logits, gate = F.linear(x, self.router_weight).split_with_sizes(
-            (self.config.num_experts, 1), -1
+        def rows(*shape: int) -> Tensor:
+            """Return a tensor of this shape that takes the memory of one row."""
+            return torch.empty(shape[-1], dtype=dtype, device=device).expand(shape)
+
+        matrices = experts.Matrices(
+            rows(count, 2 * inner, size),
+            rows(count, size, inner),
+            rows(2 * shared, size),
+            rows(size, shared),
         )
-        weights, experts = self._route(logits)
-        shared = self.shared.forward(x) * gate.sigmoid()
-        mixed = torch.bmm(weights.unsqueeze(1), self._experts(x, experts))
-        y = shared.add_(mixed.squeeze(1))
-        return y if residual is None else y.add_(residual)
+        x = rows(1, size)
+        return experts.explain(x, rows(1, count + 1), matrices, x, moe.experts_per_token)
 
-    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights [N, k] and experts [N, k] of every row."""
-        wide = logits.dtype if logits.dtype is torch.float64 else torch.float32
-        probs = torch.softmax(logits, -1, dtype=wide)
-        weights, experts = probs.topk(self.config.experts_per_token, -1)
-        if self.config.is_normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights.to(logits.dtype), experts
-
-    def _experts(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Return what each row's experts make of it, [N, k, D].
-
-        Rows are brought into the order of their experts, so that an expert's weights are read once,
-        for all of its rows, and only the experts that some row needs are read at all.
-        """
-        num_rows, per_row = experts.shape
-        of_expert, order = experts.flatten().sort(stable=True)
-        numbers = torch.arange(self.config.num_experts, device=x.device)
-        ends = torch.searchsorted(of_expert, numbers, right=True, out_int32=True)
-        is_at_once = explain_grouped(x.device, x.dtype) is None
-        products = _products_at_once if is_at_once else _products_one_by_one
-        inputs = x.index_select(0, order.div(per_row, rounding_mode="floor"))
-        gated = _gated(products(inputs, self.gate_up_weight, ends))
-        out = products(gated, self.down_weight, ends)
-        restored = torch.empty_like(out).index_copy_(0, order, out)
-        return restored.view(num_rows, per_row, -1)
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return the mixture's output, [N, D], added to `residual`."""
+        return experts.mix(
+            x,
+            F.linear(x, self.router_weight),
+            self.matrices,
+            residual,
+            experts_per_row=self.config.experts_per_token,
+            is_normalized=self.config.is_normalized,
+        )
 
 
 def _gated(gate_up: Tensor) -> Tensor:
@@ -112,22 +82,3 @@ def _gated(gate_up: Tensor) -> Tensor:
         return swiglu(gate_up)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
-
-
-def _products_at_once(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows of x [N, in] up to ends[e] with weight[e] [out, in], for every expert e.
-
-    Nothing of it depends on the host, but on a CPU experts without rows are not free.
-    """
-    return F.grouped_mm(x, weight.mT, offs=ends)
-
-
-def _products_one_by_one(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The same, touching only experts that have rows."""
-    out = x.new_empty(x.shape[0], weight.shape[1])
-    start = 0
-    for expert, stop in enumerate(ends.tolist()):
-        if stop > start:
-            torch.mm(x[start:stop], weight[expert].t(), out=out[start:stop])
-            start = stop
-    return out

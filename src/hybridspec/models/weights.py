@@ -28,6 +28,7 @@ from hybridspec.models.layers import (
     GdnLayer,
 )
 from hybridspec.models.mlp import Mlp, MoeMlp
+from hybridspec.ops.experts import Matrices
 from hybridspec.ops.norms import RmsNorm
 
 __all__ = ["MTP_PREFIX", "WeightReader", "embedding_name"]
@@ -226,12 +227,13 @@ class WeightReader:
                 "down_proj": (down_weight, ("down_proj",)),
             },
         )
+        shared = self._mlp(f"{prefix}shared_expert.", moe.shared_ffn_size)
         return MoeMlp(
             config=moe,
             router_weight=self._stacked(router_parts),
-            gate_up_weight=gate_up_weight,
-            down_weight=down_weight,
-            shared=self._mlp(f"{prefix}shared_expert.", moe.shared_ffn_size),
+            matrices=Matrices(
+                gate_up_weight, down_weight, shared.gate_up_weight, shared.down_weight
+            ),
         )
 
     def _fill_experts(self, prefix: str, parts: dict[str, tuple[Tensor, tuple[str, ...]]]) -> None:

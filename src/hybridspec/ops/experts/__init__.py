@@ -1,0 +1,8 @@
+"""A mixture of experts: routing, the experts that rows need, their weighted sum."""
+
+from __future__ import annotations
+
+from hybridspec.ops.experts.api import explain, mix
+from hybridspec.ops.experts.call import Matrices
+
+__all__ = ["Matrices", "explain", "mix"]
