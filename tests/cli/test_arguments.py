@@ -16,8 +16,6 @@ from hybridspec.config import EngineConfig, SamplingParams
 
 # For programs: what they do is no matter of a text on a terminal.
 WITHOUT_FLAGS = {
-    "acceptance",
-    "acceptance_spread",
     "draft_vocab",
     "allowed_token_ids",
     "detokenize",
@@ -90,6 +88,10 @@ def test_no_speculation_is_zero_drafts() -> None:
         ("generate --draft-tokens 0 --drafter mtp", "--draft-tokens 0 and --drafter: give one"),
         ("generate --drafter none --draft-tokens 5", "--drafter none and --draft-tokens: give"),
         ("generate --drafter none --verify-rows 5", "--drafter none and --verify-rows: give one"),
+        ("generate --acceptance 0.8,x", "expected numbers with commas between, got '0.8,x'"),
+        ("generate --acceptance 0.8,1.5", "acceptance: expected a number in [0, 1], got 1.5"),
+        ("generate --acceptance-spread 0.1", "--acceptance-spread: needs --acceptance"),
+        ("serve --no-speculation --acceptance 0.8", "--no-speculation and --acceptance: give one"),
         ("generate --json --quiet", "--json and --quiet: give one of them"),
         ("generate --logit-bias 3:1 --logit-bias 3:2", "--logit-bias: expected each token once"),
         ("generate --chat --template-arg a=1 --template-arg a=2", "expected each name once, got a"),

@@ -106,6 +106,39 @@ def test_made_up_weights_are_labelled(
     assert "DUMMY" not in real.out and '"dummy_weights": true' not in real.out
 
 
+FORCED = ("--acceptance", "0.8,0.5", "--acceptance-spread", "0.1", "--max-tokens", "4")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", *PROMPT, *FORCED),
+        ("generate", *PROMPT, "--trace", *FORCED),
+        ("generate", *PROMPT, "--quiet", *FORCED),
+        ("generate", *PROMPT, "--json", *FORCED),
+        ("info", *FORCED[:4]),
+        ("info", "--json", *FORCED[:4]),
+        ("compare", "text", *FORCED),
+        ("compare", "text", "--json", *FORCED),
+    ],
+    ids=" ".join,
+)
+def test_acceptance_by_force_is_labelled(
+    cli: Callable, base: Path, caplog: pytest.LogCaptureFixture, words: tuple[str, ...]
+) -> None:
+    outcome = cli(*words, "--model", str(base))
+    assert outcome.status == 0  # in compare too, where tokens are not the plain ones
+    assert "synthetic: drafts are accepted by force" in caplog.text
+    if "--json" in words:
+        found = json.loads(outcome.out)
+        assert (found["synthetic_acceptance"], found["acceptance_spread"]) == ([0.8, 0.5], 0.1)
+        assert found.get("identical") is None
+    elif "--quiet" not in words:
+        label = "SYNTHETIC: accepted by force (0.8, 0.5, spread 0.1)"
+        assert label in " ".join(outcome.out.split())
+    assert "tokens identical" not in outcome.out
+
+
 def test_the_panel_of_a_terminal_says_it_too(cli: Callable, fake: FakeLLM) -> None:
     fake.has_dummy_weights = True
     assert "weights: DUMMY" in cli("generate", "x").out

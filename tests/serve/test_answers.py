@@ -203,3 +203,9 @@ def test_usage_along_the_way() -> None:
         for piece in chunk["choices"][0].get("speculation", {"pieces": []})["pieces"]
     ]
     assert pieces == [["a", "bonus"], ["b", "bonus"], ["c", "accepted"], ["", "bonus"]]
+
+
+def test_answers_from_drafts_accepted_by_force_say_so() -> None:
+    forced = Head("id", "kind", 0, "small", is_synthetic=True)
+    assert forced.body([])["system_fingerprint"] == "synthetic-acceptance"
+    assert "system_fingerprint" not in HEAD.body([])

@@ -37,6 +37,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         return arguments
     _refuse_contradictions(arguments)
     _settle_drafts(arguments)
+    _settle_acceptance(arguments)
     if arguments.command == "compare":
         _settle_prompts(arguments)
     if arguments.command == "generate" and not arguments.chat:
@@ -69,11 +70,20 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
         "--draft-tokens": bool(arguments.draft_tokens),
         "--drafter": arguments.drafter in ("mtp", "lookup"),
         "--verify-rows": arguments.verify_rows is not None,
+        "--acceptance": arguments.acceptance is not None,
     }
     for one, is_plain in plain.items():
         for other, is_given in speculative.items():
             if is_plain and is_given:
                 raise UsageError(f"{one} and {other}: give one of them")
+
+
+def _settle_acceptance(arguments: argparse.Namespace) -> None:
+    """Fill in the spread of acceptance by force, which means nothing without it."""
+    if arguments.acceptance_spread is None:
+        arguments.acceptance_spread = EngineConfig().acceptance_spread
+    elif arguments.acceptance is None:
+        raise UsageError("--acceptance-spread: needs --acceptance")
 
 
 def _settle_drafts(arguments: argparse.Namespace) -> None:

@@ -16,7 +16,14 @@ from hybridspec.bundled import held_out_prompts
 from hybridspec.cli import loading
 from hybridspec.cli.arguments import sampling_params
 from hybridspec.cli.prompts import Prompt, parse_token_ids
-from hybridspec.cli.render import DUMMY_WEIGHTS, PlainConsole, drafter_name, has_own_head, percent
+from hybridspec.cli.render import (
+    DUMMY_WEIGHTS,
+    PlainConsole,
+    drafter_name,
+    has_own_head,
+    percent,
+    synthetic,
+)
 from hybridspec.cli.report import raise_error
 from hybridspec.cli.usage import UsageError, usage_errors
 
@@ -36,15 +43,19 @@ class Pair:
     Attributes:
         name: what to call the prompt.
         plain, speculative: what the two engines handed back.
+        is_synthetic: whether drafts were accepted by force, so that tokens are not compared.
     """
 
     name: str
     plain: RequestOutput
     speculative: RequestOutput
+    is_synthetic: bool
 
     @property
     def difference(self) -> int | None:
         """Index of the first token that differs, or None."""
+        if self.is_synthetic:
+            return None
         return first_difference(
             self.plain.outputs[0].token_ids, self.speculative.outputs[0].token_ids
         )
@@ -74,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = _prompts(arguments)
     # The first engine must leave the second one its share of a GPU's memory.
     share = arguments.memory_fraction / 2
-    plain = loading.open_engine(arguments, draft_tokens=0, memory_fraction=share)
+    plain = loading.open_engine(arguments, draft_tokens=0, acceptance=None, memory_fraction=share)
     speculative = loading.open_engine(arguments)
     with usage_errors():
         for prompt in prompts:
@@ -85,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     console = PlainConsole(quiet=arguments.json)
     if speculative.config.dummy_weights:
         console.print(f"weights: {DUMMY_WEIGHTS}", style="bold", soft_wrap=True)
+    if (label := synthetic(speculative.config)) is not None:
+        console.print(f"acceptance: {label}", style="bold", soft_wrap=True)
     console.print(_heading(), style="dim", soft_wrap=True)
     pairs = []
     total = arguments.repeats * len(prompts)
@@ -129,7 +142,12 @@ def _run_pair(
     for llm in (plain, speculative) if is_plain_first else (speculative, plain):
         [outputs[llm]] = llm.generate(prompt.text, params, prompt_token_ids=prompt.token_ids)
         raise_error(outputs[llm])
-    return Pair(name=prompt.source or "", plain=outputs[plain], speculative=outputs[speculative])
+    return Pair(
+        name=prompt.source or "",
+        plain=outputs[plain],
+        speculative=outputs[speculative],
+        is_synthetic=speculative.config.acceptance is not None,
+    )
 
 
 def _tokens_per_second(output: RequestOutput) -> float | None:
@@ -148,6 +166,8 @@ def _row(pair: Pair) -> Text:
     ratio = "-" if pair.ratio is None else f"{pair.ratio:.2f}"
     line = Text(f"{name:{_NAME_WIDTH}} {len(pair.plain.outputs[0].token_ids):6d}  ")
     line.append(f"{plain:>7}  {speculative:>6}  {ratio:>5}  ")
+    if pair.is_synthetic:
+        return line.append("synthetic")
     if pair.difference is None:
         return line.append("yes", "green")
     return line.append(f"NO, from token {pair.difference}", "bold red")
@@ -171,7 +191,10 @@ def _acceptance(pairs: Sequence[Pair]) -> list[float | None]:
 def _print_summary(console: Console, pairs: Sequence[Pair], llm: LLM) -> None:
     num_different = sum(pair.difference is not None for pair in pairs)
     console.print()
-    if num_different:
+    if any(pair.is_synthetic for pair in pairs):
+        verdict = "tokens are not compared: drafts were accepted by force"
+        console.print(verdict, style="bold", soft_wrap=True)
+    elif num_different:
         verdict = f"tokens differ in {num_different} of {len(pairs)} runs"
         console.print(verdict, style="bold red", soft_wrap=True)
     else:
@@ -197,7 +220,9 @@ def as_json(pairs: Sequence[Pair], llm: LLM) -> dict[str, Any]:
     """Return every run and the ratio as one JSON object."""
     ratios = _ratios(pairs)
     return {
-        "identical": all(pair.difference is None for pair in pairs),
+        "identical": None
+        if llm.config.acceptance is not None
+        else all(pair.difference is None for pair in pairs),
         "ratio": statistics.median(ratios) if ratios else None,
         "ratio_lowest": ratios[0] if ratios else None,
         "ratio_highest": ratios[-1] if ratios else None,
@@ -205,6 +230,8 @@ def as_json(pairs: Sequence[Pair], llm: LLM) -> dict[str, Any]:
         "acceptance_by_position": _acceptance(pairs),
         "model": llm.describe().model,
         "dummy_weights": llm.config.dummy_weights,
+        "synthetic_acceptance": llm.config.acceptance,
+        "acceptance_spread": llm.config.acceptance_spread,
         "drafter": llm.config.drafter,
         "mtp_from": llm.config.mtp_from,
         "draft_tokens": llm.config.draft_tokens,

@@ -26,6 +26,16 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _rates(text: str) -> tuple[float, ...]:
+    """Return numbers with commas between."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected numbers with commas between, got {text!r}"
+        ) from None
+
+
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add which model runs, and how."""
     group = parser.add_argument_group("model")
@@ -133,6 +143,19 @@ def add_speculation_flags(parser: argparse.ArgumentParser, *, is_optional: bool)
         type=int,
         metavar="N",
         help="rows checked per step over all requests, most probable drafts first (default: all)",
+    )
+    group.add_argument(
+        "--acceptance",
+        type=_rates,
+        metavar="P1,P2,...",
+        help="to measure: accept the drafts of a step by force with these probabilities, of the "
+        "first, the second, ...; the output is synthetic",
+    )
+    group.add_argument(
+        "--acceptance-spread",
+        type=float,
+        metavar="F",
+        help="half the width around them within which each draft draws its own (default: 0)",
     )
     if is_optional:
         group.add_argument(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from hybridspec.cli import loading
-from hybridspec.cli.render import DUMMY_WEIGHTS, PlainConsole, amount, drafter_name
+from hybridspec.cli.render import DUMMY_WEIGHTS, PlainConsole, amount, drafter_name, synthetic
 
 if TYPE_CHECKING:
     from hybridspec.engine import EngineInfo
@@ -102,7 +102,9 @@ def _feed_forward(model: ModelConfig) -> str:
 
 def _engine_rows(info: EngineInfo) -> list[tuple[str, str]]:
     config = info.config
+    label = synthetic(config)
     return [
+        *([] if label is None else [("acceptance", label)]),
         ("device", config.device),
         ("dtype", f"{config.dtype}, recurrent state {config.state_dtype}"),
         ("rings", _RINGS[config.ring]),
@@ -162,6 +164,8 @@ def as_json(info: EngineInfo) -> dict[str, Any]:
         "state_dtype": config.state_dtype,
         "ring": config.ring,
         "dummy_weights": config.dummy_weights,
+        "synthetic_acceptance": config.acceptance,
+        "acceptance_spread": config.acceptance_spread,
         "drafter": config.drafter,
         "mtp_from": config.mtp_from,
         "draft_tokens": config.draft_tokens,

@@ -30,6 +30,7 @@ __all__ = [
     "percent",
     "print_facts",
     "printable",
+    "synthetic",
     "trace_heading",
     "trace_line",
 ]
@@ -91,6 +92,15 @@ def drafter_name(config: EngineConfig) -> str:
     """Return what drafts in an engine of this resolved config."""
     name = _DRAFTERS.get(config.drafter, config.drafter)
     return name if config.mtp_from is None else f"{name} of {config.mtp_from}"
+
+
+def synthetic(config: EngineConfig) -> str | None:
+    """Return what to say where drafts are accepted by force, None where they are not."""
+    if config.acceptance is None:
+        return None
+    rates = ", ".join(f"{rate:g}" for rate in config.acceptance)
+    spread = f", spread {config.acceptance_spread:g}" if config.acceptance_spread else ""
+    return f"SYNTHETIC: accepted by force ({rates}{spread}), so the text is not the model's"
 
 
 def has_own_head(config: EngineConfig) -> bool:

@@ -28,6 +28,7 @@ from hybridspec.cli.render import (
     percent,
     print_facts,
     printable,
+    synthetic,
     trace_heading,
     trace_line,
 )
@@ -233,6 +234,8 @@ def facts(result: Result, prompt: Prompt, is_terminal: bool) -> list[tuple[str, 
     rows: list[tuple[str, str | Text]] = []
     if result.llm.config.dummy_weights:
         rows.append(("weights", DUMMY_WEIGHTS))
+    if (label := synthetic(result.llm.config)) is not None:
+        rows.append(("acceptance", label))
     if is_terminal and num_drafts:
         legend = Text().append("accepted drafts", ACCEPTED).append("   the model's own tokens")
         rows.append(("text", legend))
@@ -295,6 +298,8 @@ def as_json(result: Result, *, with_steps: bool) -> dict[str, Any]:
         "memory": result.memory(),
         "model": result.llm.describe().model,
         "dummy_weights": config.dummy_weights,
+        "synthetic_acceptance": config.acceptance,
+        "acceptance_spread": config.acceptance_spread,
         "drafter": config.drafter,
         "mtp_from": config.mtp_from,
         "draft_tokens": config.draft_tokens,

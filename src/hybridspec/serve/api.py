@@ -232,7 +232,7 @@ class Api:
         prompts = self._prompts(body.prompt)
         has_specials = body.add_special_tokens is not False
         stream = await self._submit(prompts, params, add_special_tokens=has_specials)
-        head = Head.new("cmpl", "text_completion", self.options.model_name)
+        head = self._head("cmpl", "text_completion")
         if body.stream:
             return EventStream(
                 stream_completion(body, stream, head, tokenizer, params), stream.drop
@@ -253,10 +253,14 @@ class Api:
             [plan.prompt], params, add_special_tokens=bool(body.add_special_tokens)
         )
         if body.stream:
-            head = Head.new("chatcmpl", "chat.completion.chunk", self.options.model_name)
+            head = self._head("chatcmpl", "chat.completion.chunk")
             return EventStream(stream_chat(body, plan, stream, head, tokenizer), stream.drop)
-        head = Head.new("chatcmpl", "chat.completion", self.options.model_name)
+        head = self._head("chatcmpl", "chat.completion")
         return await _whole(http, stream, answer_chat(body, plan, stream, head, tokenizer))
+
+    def _head(self, prefix: str, kind: str) -> Head:
+        is_synthetic = self.stepper.llm.config.acceptance is not None
+        return Head.new(prefix, kind, self.options.model_name, is_synthetic=is_synthetic)
 
     def _prompts(self, given: str | list[Any]) -> list[Any]:
         is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))

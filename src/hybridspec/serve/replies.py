@@ -34,12 +34,16 @@ class Head:
     object: str
     created: int
     model: str
+    is_synthetic: bool = False  # drafts are accepted by force
 
     @classmethod
-    def new(cls, prefix: str, kind: str, model: str) -> Head:
-        return cls(f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
+    def new(cls, prefix: str, kind: str, model: str, *, is_synthetic: bool) -> Head:
+        number = f"{prefix}-{uuid.uuid4().hex}"
+        return cls(number, kind, int(time.time()), model, is_synthetic)
 
     def body(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        if self.is_synthetic:
+            more["system_fingerprint"] = "synthetic-acceptance"
         return {
             "id": self.id,
             "object": self.object,
