@@ -1,20 +1,27 @@
 """Tokens per second of the whole engine at a published geometry with made-up weights.
 
-Each case is a fresh engine: prompts of random tokens, decoding to the end of the budget, ends
-ignored. Decode throughput counts the steps behind the first `--skip` ones, by the wall clock; time
-to the first token is taken from the same run. With drafts, acceptance is forced (`--acceptance`),
-so what is written is synthetic, but every part of a step runs.
+Every mode is a fresh engine: prompts of random tokens, decoding to the end of the budget, ends
+ignored. Decode throughput counts the steps behind the first `--skip` ones, by the wall clock, and
+on a GPU such a step is split into parts whose sum it is; time to the first token is taken from the
+same run. Modes: "plain"; "fixed", every draft verified; "budget", at most `--verify-rows` rows a
+step; "snapshots", which is composed: the step of "fixed" with the time of a kernel that writes the
+state after every row (`state_snapshots.py`) in place of its recurrent part, since an engine with
+snapshots would serve nothing else; "transformers", its `generate` with flash-linear-attention. With
+drafts, acceptance is forced (`--acceptance`), so what is written is synthetic, but every part runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib.util
 import json
 import random
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +30,22 @@ import torch
 from geometries import GEOMETRIES, write_geometry
 from hybridspec import LLM, SamplingParams
 from measured_commit import measured_commit
+from step_parts import READ_RATE, RECURRENT, step_bytes, step_parts
+
+MODES = ("plain", "fixed", "budget", "snapshots", "transformers")
+Prompts = list[list[int]]
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--geometry", choices=[*GEOMETRIES, "bundled"], default="9b")
     parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["plain", "fixed"])
+    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--verify-rows", type=int, default=512, help='of mode "budget"')
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.85, 0.7, 0.55])
+    parser.add_argument("--acceptance-spread", type=float, default=0.0)
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens")
     parser.add_argument("--rounds", type=int, default=3)
@@ -45,7 +59,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(llm: LLM, prompts: list[list[int]], params: SamplingParams, skip: int) -> dict[str, float]:
+def run(llm: LLM, prompts: Prompts, params: SamplingParams, skip: int) -> dict[str, float]:
     """Decode one batch; rates of its steps."""
     engine = llm._engine
     requests = [engine.make_request(prompt, params) for prompt in prompts]
@@ -79,14 +93,17 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams, skip: int) -
     }
 
 
-def load(args: argparse.Namespace, model: Any, drafts: int) -> LLM:
-    """A fresh engine for one number of drafts."""
+def load(args: argparse.Namespace, model: Any, mode: str) -> LLM:
+    """A fresh engine for a mode."""
+    drafts = 0 if mode == "plain" else args.drafts
     return LLM(
         model,
         draft_tokens=drafts,
+        verify_rows=args.verify_rows if mode == "budget" else None,
         device=args.device,
         dummy_weights=args.geometry != "bundled",
         acceptance=args.acceptance if drafts else None,
+        acceptance_spread=args.acceptance_spread if drafts else 0.0,
         draft_vocab=range(args.draft_vocab) if args.draft_vocab and drafts else None,
         enforce_eager=args.eager,
         max_model_len=max(args.prompt + args.tokens + 16, 512),
@@ -94,8 +111,8 @@ def load(args: argparse.Namespace, model: Any, drafts: int) -> LLM:
     )
 
 
-def measure(args: argparse.Namespace, llm: LLM, prompts: list[list[int]]) -> dict[str, float | int]:
-    """Medians over the rounds, behind one that warms up, and what the graphs take."""
+def measure(args: argparse.Namespace, llm: LLM, prompts: Prompts, mode: str) -> dict[str, Any]:
+    """Medians over the rounds, behind one that warms up; the parts of a step, and its floor."""
     params = SamplingParams(
         temperature=args.temperature,
         top_p=args.top_p,
@@ -105,50 +122,121 @@ def measure(args: argparse.Namespace, llm: LLM, prompts: list[list[int]]) -> dic
     )
     run(llm, prompts, params, args.skip)
     found = [run(llm, prompts, params, args.skip) for _ in range(args.rounds)]
-    row = {key: statistics.median(one[key] for one in found) for key in found[0]}
-    graphs = llm._engine.runner.graphs
-    return row | {"graph_mib": 0 if graphs is None else graphs.nbytes >> 20}
+    row: dict[str, Any] = {key: statistics.median(one[key] for one in found) for key in found[0]}
+    info, graphs = llm.describe(), llm._engine.runner.graphs
+    row["bytes_per_request"] = {**info.request_bytes, "keys and values of a token": 0}
+    row["bytes_per_request"]["keys and values of a token"] = info.kv_bytes_per_token
+    row["graph_mib"] = 0 if graphs is None else graphs.nbytes >> 20
+    if graphs is not None:
+        row["parts_ms"] = step_parts(llm, prompts, params, row["step_ms"])
+    if mode == "plain" and llm.config.device != "cpu":
+        row |= step_bytes(llm, prompts, params)
+        floor_ms = (row["dense_bytes"] + row["expert_bytes"]) / READ_RATE * 1e3
+        row |= {"floor_ms": floor_ms, "share_of_bytes": floor_ms / row["step_ms"]}
+    return row
+
+
+def with_snapshots(llm: LLM, fixed: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The row of an engine whose recurrent layers write the state after every row."""
+    from state_snapshots import Snapshots
+
+    gdn = llm.model_config.gdn
+    layers = llm.model_config.layer_kinds.count("gdn")
+    state_dtype = getattr(torch, llm.config.state_dtype)
+    step = Snapshots(
+        fixed["requests"], args.drafts + 1, gdn.num_key_heads, gdn.num_value_heads, state_dtype
+    )
+    step.check()
+    us, _ = step.time(20)
+    parts = {**fixed["parts_ms"], RECURRENT: us * layers / 1e3}
+    step_ms = sum(parts.values())
+    sizes = llm.describe()
+    return {
+        **fixed,
+        "mode": "snapshots",
+        "is_composed": True,
+        "parts_ms": parts,
+        "step_ms": step_ms,
+        "tokens_per_s": fixed["tokens_per_s"] * fixed["step_ms"] / step_ms,
+        "kernel_us": us,
+        "bytes_per_request": {
+            "states": sizes.snapshot_bytes,
+            "keys and values of a token": sizes.kv_bytes_per_token,
+        },
+    }
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print a line."""
-    print(
-        f"B={row['requests']:<4} k={row['drafts']}  {row['tokens_per_s']:9.0f} tok/s  "
-        f"{row['step_ms']:7.3f} ms a step  {row['tokens_per_step']:.2f} tokens a step  "
-        f"first token {row['first_token_ms']:.0f} ms, last first "
-        f"{row['last_first_token_ms']:.0f} ms  start {row['start_s']:.0f} s, graphs "
-        f"{row['graph_mib']} MiB",
-        flush=True,
+    """Print a line, and the parts of the step below it."""
+    line = (
+        f"{row['mode']:12} B={row['requests']:<4} {row['tokens_per_s']:9.0f} tok/s  "
+        f"{row['step_ms']:7.3f} ms a step  {row['tokens_per_step']:.2f} tokens a step"
     )
+    if "last_first_token_ms" in row:
+        line += f"  last first token {row['last_first_token_ms']:.0f} ms"
+    if "share_of_bytes" in row:
+        line += f"  {row['share_of_bytes']:.2f} of its bytes, {row['experts_hit']:.0f} experts"
+    print(line, flush=True)
+    parts = row.get("parts_ms", {})
+    if parts:
+        print("  " + ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items()), flush=True)
+
+
+def free() -> None:
+    """Give a dropped engine's memory back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run_mode(
+    args: argparse.Namespace, model: Any, mode: str, batches: Sequence[Prompts]
+) -> list[dict[str, Any]]:
+    """All numbers of requests of one mode; with "snapshots" beside "fixed" where asked for."""
+    started = time.perf_counter()
+    llm = load(args, model, mode)
+    start_s = time.perf_counter() - started
+    rows = []
+    for prompts in batches:
+        row = measure(args, llm, prompts, mode)
+        rows.append({"mode": mode, "requests": len(prompts), "start_s": start_s, **row})
+        show(rows[-1])
+        if mode == "fixed" and "snapshots" in args.modes and "parts_ms" in row:
+            rows.append(with_snapshots(llm, rows[-1], args))
+            show(rows[-1])
+    del llm
+    free()
+    return rows
 
 
 def main() -> int:
     args = arguments()
     rng = random.Random(0)
+    vocab = 250 if args.geometry == "bundled" else args.vocab
+    batches = [
+        [[rng.randrange(1, vocab) for _ in range(args.prompt)] for _ in range(count)]
+        for count in args.requests
+    ]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         model: Any = "bundled"
-        vocab = 250
         if args.geometry != "bundled":
-            model, vocab = write_geometry(Path(name), args.geometry, args.vocab), args.vocab
-        for drafts in args.drafts:
-            started = time.perf_counter()
-            llm = load(args, model, drafts)
-            start_s = time.perf_counter() - started
-            for count in args.requests:
-                prompts = [
-                    [rng.randrange(1, vocab) for _ in range(args.prompt)] for _ in range(count)
-                ]
-                row = measure(args, llm, prompts)
-                rows.append(row | {"requests": count, "drafts": drafts, "start_s": start_s})
-                show(rows[-1])
-            del llm
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            model = write_geometry(Path(name), args.geometry, args.vocab)
+        for mode in args.modes:
+            if mode == "snapshots" or (mode == "transformers" and not _has_transformers()):
+                continue
+            if mode == "transformers":
+                from transformers_engine import run_transformers
+
+                rows += run_transformers(model, batches, args.tokens, show)
+                free()
+                continue
+            rows += run_mode(args, model, mode, batches)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     report = {
         "benchmark": "engine_throughput",
         **{k: v for k, v in vars(args).items() if k != "json"},
+        "is_synthetic": args.geometry != "bundled" or args.modes != ["plain"],
         "device": device,
         "torch": torch.__version__,
         "commit": measured_commit(),
@@ -159,6 +247,13 @@ def main() -> int:
         args.json.write_text(text + "\n")
     print(text)
     return 0
+
+
+def _has_transformers() -> bool:
+    missing = [n for n in ("transformers", "fla") if importlib.util.find_spec(n) is None]
+    if missing:
+        print(f"transformers  not run: {' and '.join(missing)} not installed", flush=True)
+    return not missing
 
 
 if __name__ == "__main__":

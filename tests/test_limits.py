@@ -29,7 +29,6 @@ LARGE_FILES = {
 }
 LARGE_FUNCTIONS = {
     "benchmarks/cpu_generate.py: main",
-    "benchmarks/engine_throughput.py: main",
     "benchmarks/gdn_drift.py: run",
     "benchmarks/gdn_verify.py: __init__",
     "src/hybridspec/compat/flashinfer.py: gated_delta_rule_mtp_ucache_flush",

@@ -20,9 +20,14 @@ ON_A_CPU: dict[str, list] = {
         "cpu",
         "--requests",
         2,
+        "--modes",
+        "plain",
+        "fixed",
+        "budget",
         "--drafts",
-        0,
         1,
+        "--verify-rows",
+        3,
         "--acceptance",
         0.7,
         "--prompt",
@@ -43,13 +48,26 @@ ON_A_GPU: dict[str, list] = {
     "attention_parts.py": ["--iterations", 1, "--limit", 1],
     "attention_verify.py": ["--iters", 1, "--jobs", 1, "--limit", 1],
     "choose_tokens.py": ["--rows", 2, "--vocab", 5000, "--iterations", 1],
-    "engine_throughput.py": ["--geometry", "bundled", "--requests", 2, "--tokens", 16],
+    "engine_throughput.py": [
+        "--geometry",
+        "bundled",
+        "--requests",
+        2,
+        "--tokens",
+        24,
+        "--rounds",
+        1,
+        "--modes",
+        "plain",
+        "fixed",
+    ],
     "gdn_8bit_forms.py": ["--first", "--tokens", 24, "--device", "cuda"],
     "gdn_drift.py": ["--steps", 500, "--modes", "bf16", "raw_bf16"],
     "gdn_fold_stagger.py": ["--steps", 8, "--rounds", 1],
     "gdn_raw.py": ["--batch", 1, "--iters", 1],
     "gdn_verify.py": ["--batch", 1, "--iters", 1],
     "prefill_parts.py": ["--iterations", 1, "--limit", 2],
+    "state_snapshots.py": ["--requests", 1, "--iterations", 1],
     "tensor_cache.py": ["--devices", "cuda", "--rounds", 1, "--limit", 1],
     "verify_plan.py": ["--limit", 2],
 }
@@ -57,7 +75,14 @@ MANY_REQUESTS = ["--requests", 3, "--verify-rows", 6, "--draft-tokens", 2, "--ma
 # Run by the script of the same name, by tests/tools, or below.
 ELSEWHERE = {"dynamic_verify.py", "gdn_8bit_model.py", "plots.py"}
 # What the others import.
-SHARED = {"geometries.py", "harness.py", "measured_commit.py", "spread.py"}
+SHARED = {
+    "geometries.py",
+    "harness.py",
+    "measured_commit.py",
+    "spread.py",
+    "step_parts.py",
+    "transformers_engine.py",
+}
 
 
 def last_line(output: str) -> dict:
@@ -110,10 +135,35 @@ def test_every_plot_is_drawn(tmp_path: Path) -> None:
     assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir())
 
 
+SCRIPTS: dict[str, list] = {
+    "random_requests.py": ["--requests", 24, "--max-num-seqs", 5, "--max-tokens", 12],
+    "same_tokens.py": ["--prompts", 3, "--max-tokens", 6],
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts(
+    name: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which fail where a token differs; what was decoded on the CPU is kept and read again."""
+    file = tmp_path / "kept.json"
+    flag = "--alone" if name == "random_requests.py" else "--cpu-tokens"
+    for _ in range(2):
+        run_here(f"scripts/{name}", *SCRIPTS[name], "--device", device, flag, file)
+        assert last_line(capsys.readouterr().out)["check"] == name.removesuffix(".py")
+    kept = json.loads(file.read_text())
+    kept[0] = [[[0, 1]], ["length"], [[]]] if name == "random_requests.py" else kept[1]
+    file.write_text(json.dumps(kept))
+    with pytest.raises(AssertionError):
+        run_here(f"scripts/{name}", *SCRIPTS[name], "--device", device, flag, file)
+
+
 def test_none_is_left_out() -> None:
     listed = {*ON_A_CPU, *ON_A_GPU, *ELSEWHERE, *SHARED}
     assert listed == {path.name for path in (ROOT / "benchmarks").glob("*.py")}
-    assert [path.name for path in (ROOT / "scripts").iterdir()] == ["dynamic_verify.sh"]
+    scripts = {path.name for path in (ROOT / "scripts").glob("*.*")}
+    assert scripts == {"dynamic_verify.sh", *SCRIPTS}
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
