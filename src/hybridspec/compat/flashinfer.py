@@ -73,36 +73,18 @@ _NAMES = {
 
 
 def gated_delta_rule_mtp_ucache_flush(
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    softplus_beta: float = 1.0,
-    softplus_threshold: float = 20.0,
-    q: Tensor | None = None,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    b: Tensor | None = None,
-    initial_state_source: Tensor | None = None,
-    initial_state_indices: Tensor | None = None,
-    output_state_indices: Tensor | None = None,
-    intermediate_states_buffer: Tensor | None = None,
-    accepted_steps: Tensor | None = None,
-    ssm_state_indices: Tensor | None = None,
-    disable_state_update: bool = False,
-    use_qk_l2norm_in_kernel: bool = True,
-    scale: float | None = None,
-    output: Tensor | None = None,
-    disable_output: bool = False,
-    recovery_steps: int = 0,
-    k_cache: Tensor | None = None,
-    u_cache: Tensor | None = None,
-    g_cache: Tensor | None = None,
-    hist_len: Tensor | None = None,
-    cache_base: Tensor | None = None,
-    flush_min: int | None = None,
-    restart_hist_on_flush: bool = True,
-    pdl_trigger: bool = False,
-) -> Tensor:
+    A_log: Tensor, a: Tensor, dt_bias: Tensor, softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0, q: Tensor | None = None, k: Tensor | None = None,
+    v: Tensor | None = None, b: Tensor | None = None, initial_state_source: Tensor | None = None,
+    initial_state_indices: Tensor | None = None, output_state_indices: Tensor | None = None,
+    intermediate_states_buffer: Tensor | None = None, accepted_steps: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None, disable_state_update: bool = False,
+    use_qk_l2norm_in_kernel: bool = True, scale: float | None = None, output: Tensor | None = None,
+    disable_output: bool = False, recovery_steps: int = 0, k_cache: Tensor | None = None,
+    u_cache: Tensor | None = None, g_cache: Tensor | None = None, hist_len: Tensor | None = None,
+    cache_base: Tensor | None = None, flush_min: int | None = None,
+    restart_hist_on_flush: bool = True, pdl_trigger: bool = False,
+) -> Tensor:  # fmt: skip
     """Verify T rows per request, append them to the rings, and flush the longer windows.
 
     The window of request b is the ring rows (cache_base[b] + j) mod 32, j < hist_len[b], of its
@@ -186,33 +168,17 @@ def gated_delta_rule_mtp_ucache_flush(
 
 
 def gated_delta_rule_mtp_ucache(
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    softplus_beta: float = 1.0,
-    softplus_threshold: float = 20.0,
-    q: Tensor | None = None,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    b: Tensor | None = None,
-    initial_state_source: Tensor | None = None,
-    initial_state_indices: Tensor | None = None,
-    output_state_indices: Tensor | None = None,
-    intermediate_states_buffer: Tensor | None = None,
-    accepted_steps: Tensor | None = None,
-    ssm_state_indices: Tensor | None = None,
-    disable_state_update: bool = False,
-    use_qk_l2norm_in_kernel: bool = True,
-    scale: float | None = None,
-    output: Tensor | None = None,
-    disable_output: bool = False,
-    recovery_steps: int = 0,
-    k_cache: Tensor | None = None,
-    u_cache: Tensor | None = None,
-    g_cache: Tensor | None = None,
-    hist_len: Tensor | None = None,
+    A_log: Tensor, a: Tensor, dt_bias: Tensor, softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0, q: Tensor | None = None, k: Tensor | None = None,
+    v: Tensor | None = None, b: Tensor | None = None, initial_state_source: Tensor | None = None,
+    initial_state_indices: Tensor | None = None, output_state_indices: Tensor | None = None,
+    intermediate_states_buffer: Tensor | None = None, accepted_steps: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None, disable_state_update: bool = False,
+    use_qk_l2norm_in_kernel: bool = True, scale: float | None = None, output: Tensor | None = None,
+    disable_output: bool = False, recovery_steps: int = 0, k_cache: Tensor | None = None,
+    u_cache: Tensor | None = None, g_cache: Tensor | None = None, hist_len: Tensor | None = None,
     use_pdl: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Verify T rows per request and append them to flat rings; the states are never written.
 
     The window of request b is the ring rows 0..hist_len[b]-1 of its slot, and its T rows go behind
@@ -268,25 +234,11 @@ def _sizes(q: Tensor | None, k_cache: Tensor | None) -> tuple[int, int]:
 
 
 def _verify(
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor | None,
-    b: Tensor | None,
-    state: Tensor | None,
-    indices: Tensor | None,
-    k_cache: Tensor | None,
-    u_cache: Tensor | None,
-    g_cache: Tensor | None,
-    hist_len: Tensor,
-    cache_base: Tensor | None,
-    flush_min: int | None,
-    use_qk_l2norm: bool,
-    scale: float | None,
-    output: Tensor | None,
-) -> Tensor:
+    A_log: Tensor, a: Tensor, dt_bias: Tensor, q: Tensor | None, k: Tensor | None, v: Tensor | None,
+    b: Tensor | None, state: Tensor | None, indices: Tensor | None, k_cache: Tensor | None,
+    u_cache: Tensor | None, g_cache: Tensor | None, hist_len: Tensor, cache_base: Tensor | None,
+    flush_min: int | None, use_qk_l2norm: bool, scale: float | None, output: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Call the op; `flush_min` None leaves the states alone."""
     q, k, v, a, b = (
         with_last_stride_one(required(name, rows))

@@ -32,19 +32,11 @@ _NAMES = {
 
 
 def gdn_prefix_materialize(
-    state: Tensor,
-    src_slots: Tensor,
-    dst_slots: Tensor,
-    k_cache: Tensor,
-    u_cache: Tensor,
-    g_cache: Tensor,
-    cache_base: Tensor,
-    count: Tensor,
-    active_request_indices: Tensor | None = None,
-    num_active: Tensor | None = None,
-    *,
+    state: Tensor, src_slots: Tensor, dst_slots: Tensor, k_cache: Tensor, u_cache: Tensor,
+    g_cache: Tensor, cache_base: Tensor, count: Tensor,
+    active_request_indices: Tensor | None = None, num_active: Tensor | None = None, *,
     min_blocks_per_mp: int = 8,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Write states at a token of the recent past into other slots; sources and rings stay.
 
     The equation: `hybridspec.ops.gated_delta_rule.materialize`, for the first count[b] ring rows

@@ -42,29 +42,15 @@ _NAMES = {
 
 
 def gated_delta_rule_mtp_vcache_flush(
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    softplus_beta: float = 1.0,
-    softplus_threshold: float = 20.0,
-    q: Tensor | None = None,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    b: Tensor | None = None,
-    initial_state_source: Tensor | None = None,
-    initial_state_indices: Tensor | None = None,
-    k_cache: Tensor | None = None,
-    v_cache: Tensor | None = None,
-    a_cache: Tensor | None = None,
-    b_cache: Tensor | None = None,
-    hist_len: Tensor | None = None,
-    cache_base: Tensor | None = None,
-    flush_min: int | None = None,
-    restart_hist_on_flush: bool = True,
-    use_qk_l2norm_in_kernel: bool = True,
-    scale: float | None = None,
-    output: Tensor | None = None,
-) -> Tensor:
+    A_log: Tensor, a: Tensor, dt_bias: Tensor, softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0, q: Tensor | None = None, k: Tensor | None = None,
+    v: Tensor | None = None, b: Tensor | None = None, initial_state_source: Tensor | None = None,
+    initial_state_indices: Tensor | None = None, k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None, a_cache: Tensor | None = None, b_cache: Tensor | None = None,
+    hist_len: Tensor | None = None, cache_base: Tensor | None = None, flush_min: int | None = None,
+    restart_hist_on_flush: bool = True, use_qk_l2norm_in_kernel: bool = True,
+    scale: float | None = None, output: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Verify T rows per request, append them as they are, and flush the longer windows.
 
     The window of request b is the ring rows (cache_base[b] + j) mod 32, j < hist_len[b], of its

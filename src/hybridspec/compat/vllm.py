@@ -36,28 +36,12 @@ _SPEC_NAMES = NAMES | {"state": "checkpoint_state", "blocks": "ssm_state_indices
 
 
 def gdn_replayssm_spec_decode(
-    mixed_qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    checkpoint_state: Tensor,
-    d_cache: Tensor,
-    k_cache: Tensor,
-    g_cache: Tensor,
-    out: Tensor,
-    query_start_loc: Tensor,
-    ssm_state_indices: Tensor,
-    write_pos: Tensor,
-    cache_base: Tensor,
-    is_flush: Tensor,
-    max_cache_len: int,
-    max_spec_len: int,
-    scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = True,
-    null_block_id: int = 0,
-    launch_mode: str = "both",
-) -> Tensor:
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
+    checkpoint_state: Tensor, d_cache: Tensor, k_cache: Tensor, g_cache: Tensor, out: Tensor,
+    query_start_loc: Tensor, ssm_state_indices: Tensor, write_pos: Tensor, cache_base: Tensor,
+    is_flush: Tensor, max_cache_len: int, max_spec_len: int, scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True, null_block_id: int = 0, launch_mode: str = "both",
+) -> Tensor:  # fmt: skip
     """Verify the rows of each request, append them to its ring, and fold marked windows.
 
     The window of a block is its ring rows (cache_base + j) mod R, j < write_pos; rows of the
@@ -140,16 +124,10 @@ def gdn_replayssm_spec_decode(
 
 
 def commit_gdn_replayssm_spec(
-    write_pos: Tensor,
-    cache_base: Tensor,
-    is_flush: Tensor,
-    num_accepted: Tensor,
-    state_batch_indices: Tensor,
-    max_cache_len: int,
-    max_spec_len: int,
-    cache_buf_len: int | None = None,
-    null_block_id: int = 0,
-) -> None:
+    write_pos: Tensor, cache_base: Tensor, is_flush: Tensor, num_accepted: Tensor,
+    state_batch_indices: Tensor, max_cache_len: int, max_spec_len: int,
+    cache_buf_len: int | None = None, null_block_id: int = 0,
+) -> None:  # fmt: skip
     """Move the cursors of a step over its accepted rows, and mark blocks for the next step.
 
     Once per step, after all layers. The equation: `hybridspec.ops.ring.commit_blocks`; the next
@@ -189,15 +167,9 @@ def commit_gdn_replayssm_spec(
 
 
 def reset_gdn_replayssm_spec_cursors(
-    write_pos: Tensor,
-    cache_base: Tensor,
-    is_flush: Tensor,
-    do_reset: Tensor,
-    state_batch_indices: Tensor,
-    max_cache_len: int,
-    max_spec_len: int,
-    null_block_id: int = 0,
-) -> None:
+    write_pos: Tensor, cache_base: Tensor, is_flush: Tensor, do_reset: Tensor,
+    state_batch_indices: Tensor, max_cache_len: int, max_spec_len: int, null_block_id: int = 0,
+) -> None:  # fmt: skip
     """Empty the windows of requests that have just finished their prompt.
 
     write_pos = cache_base = 0 and is_flush = 2 max_spec_len > max_cache_len, where do_reset

@@ -22,25 +22,12 @@ _STATE = {"state": "initial_state"}
 
 
 def fused_recurrent_gated_delta_rule_replayssm(
-    mixed_qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    scale: float,
-    initial_state: Tensor,
-    d_cache: Tensor,
-    k_cache: Tensor,
-    g_cache: Tensor,
-    out: Tensor,
-    ssm_state_indices: Tensor,
-    write_pos: Tensor,
-    use_qk_l2norm_in_kernel: bool = False,
-    block_v: int | None = None,
-    num_warps: int | None = None,
-    num_stages: int | None = None,
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float,
+    initial_state: Tensor, d_cache: Tensor, k_cache: Tensor, g_cache: Tensor, out: Tensor,
+    ssm_state_indices: Tensor, write_pos: Tensor, use_qk_l2norm_in_kernel: bool = False,
+    block_v: int | None = None, num_warps: int | None = None, num_stages: int | None = None,
     nk: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run one token per request behind the rows of its cache, and append it.
 
     The window of request b is the rows 0..write_pos[b]-1 of its block; nothing wraps around, and
@@ -120,17 +107,10 @@ def fused_recurrent_gated_delta_rule_replayssm(
 
 
 def fused_recurrent_gated_delta_rule_packed_decode(
-    mixed_qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    scale: float,
-    initial_state: Tensor,
-    out: Tensor,
-    ssm_state_indices: Tensor,
+    mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float,
+    initial_state: Tensor, out: Tensor, ssm_state_indices: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run one token per request and advance its state, in place.
 
     The equation: `hybridspec.ops.gated_delta_rule.decode`.

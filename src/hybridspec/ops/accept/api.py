@@ -15,22 +15,11 @@ __all__ = ["accept_rows"]
 
 
 def accept_rows(
-    chosen: Tensor,
-    *,
-    cu_seqlens: Tensor,
-    num_verify_tokens: Tensor,
-    slots: Tensor,
-    is_fold: Tensor,
-    history_len: Tensor,
-    requests: RequestTable,
-    log: TokenLog,
-    end_bits: Tensor,
-    ends_from: Tensor,
-    counts: Tensor,
-    count_row: Tensor,
-    result: StepResult | None = None,
-    backend: str = "auto",
-) -> StepResult:
+    chosen: Tensor, *,
+    cu_seqlens: Tensor, num_verify_tokens: Tensor, slots: Tensor, is_fold: Tensor,
+    history_len: Tensor, requests: RequestTable, log: TokenLog, end_bits: Tensor, ends_from: Tensor,
+    counts: Tensor, count_row: Tensor, result: StepResult | None = None, backend: str = "auto",
+) -> StepResult:  # fmt: skip
     """Commit what stands: the accepted drafts and one token more, cut at the first end.
 
         accepted   = largest n with chosen[first + j] == draft j + 1 for all j < n
@@ -94,15 +83,9 @@ _ARGUMENTS = (
 
 
 def _check(
-    chosen: Tensor,
-    batch: StepRows,
-    history_len: Tensor,
-    requests: RequestTable,
-    log: TokenLog,
-    ends: Ends,
-    counts: Counts,
-    result: StepResult,
-) -> None:
+    chosen: Tensor, batch: StepRows, history_len: Tensor, requests: RequestTable, log: TokenLog,
+    ends: Ends, counts: Counts, result: StepResult,
+) -> None:  # fmt: skip
     dims: Dims = {}
     tensors = (
         chosen, *batch, history_len, ends.begin, counts.row, ends.bits, counts.table

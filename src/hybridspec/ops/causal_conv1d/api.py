@@ -14,19 +14,11 @@ __all__ = ["explain_verify", "prefill", "verify"]
 
 
 def verify(
-    x: Tensor,
-    weight: Tensor,
-    conv_ring: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    *,
-    max_verify_tokens: int,
-    bias: Tensor | None = None,
-    activation: str | None = "silu",
-    out: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    x: Tensor, weight: Tensor, conv_ring: Tensor, seq_len: Tensor, cu_seqlens: Tensor,
+    slots: Tensor, *,
+    max_verify_tokens: int, bias: Tensor | None = None, activation: str | None = "silu",
+    out: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Convolve the rows of a decode step and append all of them to the rings; cursors stay.
 
     With p = seq_len[slot] + t the position of row t, and z_p its row as the ring stores it:
@@ -74,19 +66,11 @@ def verify(
 
 
 def prefill(
-    x: Tensor,
-    weight: Tensor,
-    conv_ring: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    *,
-    max_seqlen: int,
-    bias: Tensor | None = None,
-    activation: str | None = "silu",
-    out: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    x: Tensor, weight: Tensor, conv_ring: Tensor, seq_len: Tensor, cu_seqlens: Tensor,
+    slots: Tensor, *,
+    max_seqlen: int, bias: Tensor | None = None, activation: str | None = "silu",
+    out: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Convolve prompt rows and store the last width - 1 inputs of each request; cursors stay.
 
     The same equation as `verify`, for any number of rows: a chunk of a prompt continues from the

@@ -26,27 +26,12 @@ VERIFY_BACKENDS = {
 
 
 def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    ring: RingView,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    *,
-    max_seqlen: int,
-    scale: float | None = None,
-    use_qk_l2norm: bool = True,
-    beta_scale: float = 1.0,
-    chunk_size: int = 64,
-    state_scale: Tensor | None = None,
-    out: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
+    state: Tensor, ring: RingView, cu_seqlens: Tensor, slots: Tensor, *,
+    max_seqlen: int, scale: float | None = None, use_qk_l2norm: bool = True,
+    beta_scale: float = 1.0, chunk_size: int = 64, state_scale: Tensor | None = None,
+    out: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Run prompt rows from the states of their slots and store the final states.
 
     Ring rows and cursors are neither read for values nor written. A prompt may come in parts, each
@@ -95,27 +80,12 @@ def prefill(
 
 
 def verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    ring: RingView,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    *,
-    max_verify_tokens: int,
-    is_fold: Tensor | None = None,
-    scale: float | None = None,
-    use_qk_l2norm: bool = True,
-    beta_scale: float = 1.0,
-    state_scale: Tensor | None = None,
-    out: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
+    state: Tensor, ring: RingView, cu_seqlens: Tensor, slots: Tensor, *,
+    max_verify_tokens: int, is_fold: Tensor | None = None, scale: float | None = None,
+    use_qk_l2norm: bool = True, beta_scale: float = 1.0, state_scale: Tensor | None = None,
+    out: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Run the rows to verify and append them behind the live windows; cursors stay.
 
     Checkpoints are written only where `is_fold` is set: they then take in the live window, which
@@ -187,14 +157,9 @@ def verify(
 
 
 def fold(
-    state: Tensor,
-    ring: RingView,
-    slots: Tensor,
-    *,
-    is_fold: Tensor,
-    state_scale: Tensor | None = None,
-    backend: str = "auto",
-) -> None:
+    state: Tensor, ring: RingView, slots: Tensor, *,
+    is_fold: Tensor, state_scale: Tensor | None = None, backend: str = "auto",
+) -> None:  # fmt: skip
     """Take the live windows of the marked requests into their checkpoints; cursors stay.
 
     S <- e^{G_P} S + sum_j e^{G_P - G_j} u_j k_j^T over the P live rows. `commit` with the same
@@ -227,15 +192,9 @@ def fold(
 
 
 def materialize(
-    state: Tensor,
-    ring: RingView,
-    slots: Tensor,
-    out_slots: Tensor,
-    num_rows: Tensor,
-    *,
-    state_scale: Tensor | None = None,
-    backend: str = "auto",
-) -> None:
+    state: Tensor, ring: RingView, slots: Tensor, out_slots: Tensor, num_rows: Tensor, *,
+    state_scale: Tensor | None = None, backend: str = "auto",
+) -> None:  # fmt: skip
     """Write the state after the first live rows of a slot into a slot; cursors stay.
 
     state[out_slot] <- e^{G_n} S + sum_{j<=n} e^{G_n - G_j} u_j k_j^T, n = num_rows

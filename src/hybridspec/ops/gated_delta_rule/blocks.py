@@ -18,26 +18,11 @@ __all__ = ["verify_blocks"]
 
 
 def verify_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    ring: RingView,
-    cu_seqlens: Tensor,
-    blocks: Tensor,
-    *,
-    max_verify_tokens: int,
-    is_fold: Tensor,
-    padding: int = -1,
-    scale: float | None = None,
-    use_qk_l2norm: bool = True,
-    out: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
+    state: Tensor, ring: RingView, cu_seqlens: Tensor, blocks: Tensor, *,
+    max_verify_tokens: int, is_fold: Tensor, padding: int = -1, scale: float | None = None,
+    use_qk_l2norm: bool = True, out: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Run `verify` on requests whose slots, here blocks, carry the marks; cursors and marks stay.
 
     The equation: `verify`.

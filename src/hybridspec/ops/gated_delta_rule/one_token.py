@@ -29,22 +29,11 @@ _BLOCK_V = 16
 
 
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    slots: Tensor,
-    *,
-    padding: int = -1,
-    scale: float | None = None,
-    use_qk_l2norm: bool = True,
-    out: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
+    state: Tensor, slots: Tensor, *,
+    padding: int = -1, scale: float | None = None, use_qk_l2norm: bool = True,
+    out: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Advance the states of some slots by one token each, in place.
 
         S <- e^g S;  u = beta (v - S k);  S <- S + u k^T;  y = scale S q

@@ -48,22 +48,11 @@ class Copies(NamedTuple):
 
 
 def materialize_rows(
-    state: Tensor,
-    ring_k: Tensor,
-    ring_u: Tensor,
-    ring_cum_log_decay: Tensor,
-    slots: Tensor,
-    out_slots: Tensor,
-    ring_start: Tensor | None,
-    num_rows: Tensor,
-    *,
-    active: Tensor | None = None,
-    num_active: Tensor | None = None,
-    max_window: int = 16,
-    has_token_decay: bool = False,
-    programs: int = 8,
-    backend: str = "auto",
-) -> None:
+    state: Tensor, ring_k: Tensor, ring_u: Tensor, ring_cum_log_decay: Tensor, slots: Tensor,
+    out_slots: Tensor, ring_start: Tensor | None, num_rows: Tensor, *,
+    active: Tensor | None = None, num_active: Tensor | None = None, max_window: int = 16,
+    has_token_decay: bool = False, programs: int = 8, backend: str = "auto",
+) -> None:  # fmt: skip
     """Write the states of some requests, advanced over ring rows, into other slots.
 
     state[out_slot] <- e^{G_n} S + sum_{j<=n} e^{G_n - G_j} u_j k_j^T, n = num_rows

@@ -36,26 +36,12 @@ __all__ = ["RAW_BACKENDS", "explain_verify_raw", "verify_raw", "verify_raw_rows"
 
 
 def verify_raw(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    ring: RawRingView,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    *,
-    max_verify_tokens: int,
-    is_fold: Tensor | None = None,
-    scale: float | None = None,
-    use_qk_l2norm: bool = True,
-    beta_scale: float = 1.0,
-    out: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
+    state: Tensor, ring: RawRingView, cu_seqlens: Tensor, slots: Tensor, *,
+    max_verify_tokens: int, is_fold: Tensor | None = None, scale: float | None = None,
+    use_qk_l2norm: bool = True, beta_scale: float = 1.0, out: Tensor | None = None,
     backend: str = "auto",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Run the rows to verify and append them as they are behind the live windows; cursors stay.
 
     The equations are those of `verify`, over the rows of the window and of the step as one: with
@@ -122,23 +108,11 @@ def verify_raw(
 
 
 def verify_raw_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    ring: RawRingView,
-    *,
-    slots: Tensor | None = None,
-    fold_threshold: int | None = None,
-    scale: float | None = None,
-    use_qk_l2norm: bool = True,
-    out: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
+    state: Tensor, ring: RawRingView, *,
+    slots: Tensor | None = None, fold_threshold: int | None = None, scale: float | None = None,
+    use_qk_l2norm: bool = True, out: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Run `verify_raw` on T rows of each request, with cursors of the batch rows; cursors stay.
 
     Request b folds where it has a slot and history_len[b] >= fold_threshold.

@@ -24,32 +24,14 @@ __all__ = ["verify_rows"]
 
 
 def verify_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    ring_k: Tensor,
-    ring_u: Tensor,
-    ring_cum_log_decay: Tensor,
-    history_len: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
+    state: Tensor, ring_k: Tensor, ring_u: Tensor, ring_cum_log_decay: Tensor, history_len: Tensor,
     *,
-    ring_start: Tensor | None = None,
-    slots: Tensor | None = None,
-    max_window: int = 16,
-    fold_threshold: int | None = None,
-    scale: float | None = None,
-    use_qk_l2norm: bool = True,
-    beta_scale: float = 1.0,
-    out: Tensor | None = None,
-    has_token_decay: bool = False,
-    padding: int = -1,
-    zeroes_padding: bool = False,
-    backend: str = "auto",
-) -> Tensor:
+    ring_start: Tensor | None = None, slots: Tensor | None = None, max_window: int = 16,
+    fold_threshold: int | None = None, scale: float | None = None, use_qk_l2norm: bool = True,
+    beta_scale: float = 1.0, out: Tensor | None = None, has_token_decay: bool = False,
+    padding: int = -1, zeroes_padding: bool = False, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Run `verify` on T rows of each request, with cursors of the batch rows; cursors stay.
 
     Equation and appended rows are those of `verify`. Request b folds where it has a slot and
@@ -167,12 +149,9 @@ def _backend(name: str) -> Backend:
 
 
 def _run_on_cpu(
-    rows: Written[Rows],
-    gates: Gates,
-    state: Written[State],
-    ring: Written[RingView],
+    rows: Written[Rows], gates: Gates, state: Written[State], ring: Written[RingView],
     batch: FoldingBatch,
-) -> None:
+) -> None:  # fmt: skip
     """Scatter the cursors to slots, and run `verify` there."""
     rows, gates, state, ring, batch = _as_packed(rows, gates, state, ring, batch)
     ring, batch, is_live = _keyed_by_slot(ring, batch)

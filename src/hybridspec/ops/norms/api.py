@@ -44,14 +44,9 @@ def rms_norm(
 
 
 def gated_rms_norm(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    out: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *,
+    out: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """RMS-normalise the last dimension and multiply with silu(gate); nothing is modified.
 
     y = x / sqrt(mean(x^2) + eps) * weight * silu(gate)

@@ -24,21 +24,11 @@ __all__ = ["explain_prefill", "explain_verify", "prefill", "verify"]
 
 
 def verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    *,
-    max_verify_tokens: int,
-    scale: float | None = None,
-    out: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor,
+    seq_len: Tensor, cu_seqlens: Tensor, slots: Tensor, *,
+    max_verify_tokens: int, scale: float | None = None, out: Tensor | None = None,
     backend: str = "auto",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Append the keys and values of a decode step to the pages, then attend; the cursor stays.
 
     With p = seq_len[slot] + t the position of row t, position j in row j mod page_size of page
@@ -95,21 +85,10 @@ def verify(
 
 
 def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_len: Tensor,
-    cu_seqlens: Tensor,
-    slots: Tensor,
-    *,
-    max_seqlen: int,
-    scale: float | None = None,
-    out: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor,
+    seq_len: Tensor, cu_seqlens: Tensor, slots: Tensor, *,
+    max_seqlen: int, scale: float | None = None, out: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Append the keys and values of prompt rows to the pages, then attend; the cursor stays.
 
     The same equation as `verify`, for any number of rows: a chunk of a prompt attends over the

@@ -37,17 +37,10 @@ class BlockCursors(NamedTuple):
 
 
 def commit_blocks(
-    ring_start: Tensor,
-    history_len: Tensor,
-    is_fold: Tensor,
-    blocks: Tensor,
-    num_committed: Tensor,
+    ring_start: Tensor, history_len: Tensor, is_fold: Tensor, blocks: Tensor, num_committed: Tensor,
     *,
-    ring_capacity: int,
-    most_unmarked: int,
-    padding: int = -1,
-    backend: str = "auto",
-) -> None:
+    ring_capacity: int, most_unmarked: int, padding: int = -1, backend: str = "auto",
+) -> None:  # fmt: skip
     """Move the cursors of a step over its committed rows, and mark blocks for the next step.
 
     With n = num_committed, where the block is marked: ring_start += history_len (mod R) if n > 0,
@@ -84,16 +77,9 @@ def commit_blocks(
 
 
 def reset_blocks(
-    ring_start: Tensor,
-    history_len: Tensor,
-    is_fold: Tensor,
-    blocks: Tensor,
-    is_reset: Tensor,
-    *,
-    most_unmarked: int,
-    padding: int = -1,
-    backend: str = "auto",
-) -> None:
+    ring_start: Tensor, history_len: Tensor, is_fold: Tensor, blocks: Tensor, is_reset: Tensor, *,
+    most_unmarked: int, padding: int = -1, backend: str = "auto",
+) -> None:  # fmt: skip
     """Zero the cursors of some requests' blocks, and mark them if even empty windows are folded.
 
     ring_start = history_len = 0 and is_fold = 0 > most_unmarked, where is_reset is not 0
@@ -140,13 +126,9 @@ def _check(cursors: BlockCursors, most_unmarked: int, padding: int, **rows: Tens
 
 
 def _check_commit(
-    cursors: BlockCursors,
-    blocks: Tensor,
-    num_committed: Tensor,
-    ring_capacity: int,
-    most_unmarked: int,
-    padding: int,
-) -> None:
+    cursors: BlockCursors, blocks: Tensor, num_committed: Tensor, ring_capacity: int,
+    most_unmarked: int, padding: int,
+) -> None:  # fmt: skip
     _check(cursors, most_unmarked, padding, blocks=blocks, num_committed=num_committed)
     check_capacity(ring_capacity)
 
@@ -163,13 +145,9 @@ def _explain(cursors: BlockCursors, *arguments: Any) -> str | None:
 
 
 def _commit_on_cpu(
-    cursors: Written[BlockCursors],
-    blocks: Tensor,
-    num_committed: Tensor,
-    ring_capacity: int,
-    most_unmarked: int,
-    padding: int,
-) -> None:
+    cursors: Written[BlockCursors], blocks: Tensor, num_committed: Tensor, ring_capacity: int,
+    most_unmarked: int, padding: int,
+) -> None:  # fmt: skip
     """See `commit_blocks`."""
     is_live = blocks > padding
     at, n = blocks[is_live].long(), num_committed[is_live].int()
@@ -182,12 +160,9 @@ def _commit_on_cpu(
 
 
 def _reset_on_cpu(
-    cursors: Written[BlockCursors],
-    blocks: Tensor,
-    is_reset: Tensor,
-    most_unmarked: int,
+    cursors: Written[BlockCursors], blocks: Tensor, is_reset: Tensor, most_unmarked: int,
     padding: int,
-) -> None:
+) -> None:  # fmt: skip
     """See `reset_blocks`."""
     at = blocks[(blocks > padding) & (is_reset != 0)].long()
     cursors.ring_start.index_fill_(0, at, 0)
@@ -196,13 +171,9 @@ def _reset_on_cpu(
 
 
 def _commit_on_gpu(
-    cursors: BlockCursors,
-    blocks: Tensor,
-    num_committed: Tensor,
-    ring_capacity: int,
-    most_unmarked: int,
-    padding: int,
-) -> None:
+    cursors: BlockCursors, blocks: Tensor, num_committed: Tensor, ring_capacity: int,
+    most_unmarked: int, padding: int,
+) -> None:  # fmt: skip
     """Launch `triton_block_cursors.commit_blocks_kernel`."""
     from hybridspec.ops.ring.triton_block_cursors import commit_blocks_kernel
 

@@ -20,14 +20,9 @@ __all__ = ["advance", "commit", "decide_folds", "restart_windows"]
 
 
 def decide_folds(
-    history_len: Tensor,
-    slots: Tensor,
-    num_verify_tokens: Tensor,
-    is_fold: Tensor,
-    *,
-    max_window: int,
-    ring_start: Tensor | None = None,
-) -> None:
+    history_len: Tensor, slots: Tensor, num_verify_tokens: Tensor, is_fold: Tensor, *,
+    max_window: int, ring_start: Tensor | None = None,
+) -> None:  # fmt: skip
     """Mark the requests whose rows would not fit behind their live windows; nothing else changes.
 
     is_fold = slot >= 0 and num_verify_tokens > 0 and (history_len + num_verify_tokens > max_window
@@ -59,17 +54,10 @@ def decide_folds(
 
 
 def commit(
-    seq_len: Tensor,
-    ring_start: Tensor,
-    history_len: Tensor,
-    slots: Tensor,
-    is_fold: Tensor,
-    num_verify_tokens: Tensor,
-    num_committed: Tensor,
-    *,
-    ring_capacity: int,
-    backend: str = "auto",
-) -> None:
+    seq_len: Tensor, ring_start: Tensor, history_len: Tensor, slots: Tensor, is_fold: Tensor,
+    num_verify_tokens: Tensor, num_committed: Tensor, *,
+    ring_capacity: int, backend: str = "auto",
+) -> None:  # fmt: skip
     """Move the cursors of a step over its committed rows; a second call changes nothing.
 
     With n = num_committed cut to 0..num_verify_tokens: seq_len += n. Where the step folded,
@@ -109,13 +97,9 @@ def commit(
 
 
 def restart_windows(
-    ring_start: Tensor,
-    history_len: Tensor,
-    slots: Tensor | None = None,
-    *,
-    fold_threshold: int,
-    ring_capacity: int,
-) -> None:
+    ring_start: Tensor, history_len: Tensor, slots: Tensor | None = None, *,
+    fold_threshold: int, ring_capacity: int,
+) -> None:  # fmt: skip
     """Move the cursors of the requests that `verify_rows` folded behind their windows, in place.
 
     ring_start <- (ring_start + history_len) mod R and history_len <- 0, where

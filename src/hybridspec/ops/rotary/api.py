@@ -13,15 +13,9 @@ __all__ = ["explain", "norm_and_rotate"]
 
 
 def norm_and_rotate(
-    x: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    eps: float,
-    out: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *,
+    eps: float, out: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """RMS-normalise every head, then rotate its first dimensions; nothing is modified.
 
     With R rotated dimensions, i' = i + R/2 for i < R/2 and i - R/2 for the others of them:

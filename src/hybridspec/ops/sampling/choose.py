@@ -24,20 +24,11 @@ def _explain(logits: Tensor, *others: object) -> str | None:
 
 
 def choose(
-    logits: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    table: SamplingTable,
-    seq_len: Tensor,
-    drafts: Tensor,
-    token_pages: Tensor,
-    page_table: Tensor,
-    *,
-    mask: Tensor | None = None,
-    uses: SamplingUses | None = None,
-    out: Tensor | None = None,
+    logits: Tensor, slots: Tensor, offsets: Tensor, table: SamplingTable, seq_len: Tensor,
+    drafts: Tensor, token_pages: Tensor, page_table: Tensor, *,
+    mask: Tensor | None = None, uses: SamplingUses | None = None, out: Tensor | None = None,
     backend: str = "auto",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Choose one token per row; nothing but `out` is modified, and by kernels the logits.
 
     Row (slot, j) chooses at position seq_len[slot] + 1 + j and has seen drafts[slot, :j], pending.

@@ -50,16 +50,10 @@ def survival_scores(confidences: Tensor, calibration: Tensor | None = None) -> T
 
 
 def select_rows(
-    confidences: Tensor,
-    slots: Tensor,
-    *,
-    num_rows: int,
-    num_drafts: Tensor | None = None,
-    calibration: Tensor | None = None,
-    out: Tensor | None = None,
-    workspace: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    confidences: Tensor, slots: Tensor, *,
+    num_rows: int, num_drafts: Tensor | None = None, calibration: Tensor | None = None,
+    out: Tensor | None = None, workspace: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Choose which rows a step verifies: the best `num_rows` of the batch; inputs stay as they are.
 
     Row 0 of each live request (slot >= 0) is always in. The rest of the budget goes to the drafts
@@ -100,16 +94,9 @@ def select_rows(
 
 
 def build_params(
-    token_ids: Tensor,
-    slots: Tensor,
-    seq_len: Tensor,
-    history_len: Tensor,
-    *,
-    plan: Step,
-    ring_start: Tensor | None = None,
-    max_window: int = 16,
-    backend: str = "auto",
-) -> Step:
+    token_ids: Tensor, slots: Tensor, seq_len: Tensor, history_len: Tensor, *,
+    plan: Step, ring_start: Tensor | None = None, max_window: int = 16, backend: str = "auto",
+) -> Step:  # fmt: skip
     """Fill a plan from its `cu_seqlens`, which the caller or `select_rows` has written.
 
         n_b        = cu_seqlens[b+1] - cu_seqlens[b], or 0 where slots[b] = -1
@@ -142,20 +129,11 @@ def build_params(
 
 
 def plan_step(
-    confidences: Tensor,
-    token_ids: Tensor,
-    slots: Tensor,
-    seq_len: Tensor,
-    history_len: Tensor,
-    *,
-    plan: Step,
-    ring_start: Tensor | None = None,
-    num_rows: int | None = None,
-    num_drafts: Tensor | None = None,
-    calibration: Tensor | None = None,
-    max_window: int = 16,
+    confidences: Tensor, token_ids: Tensor, slots: Tensor, seq_len: Tensor, history_len: Tensor, *,
+    plan: Step, ring_start: Tensor | None = None, num_rows: int | None = None,
+    num_drafts: Tensor | None = None, calibration: Tensor | None = None, max_window: int = 16,
     backend: str = "auto",
-) -> Step:
+) -> Step:  # fmt: skip
     """Choose the rows of a step and fill the plan: `select_rows`, then `build_params`, in one call.
 
     Args:

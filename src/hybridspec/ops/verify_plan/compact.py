@@ -41,13 +41,9 @@ def compact_hidden(
 
 
 def compact_sampling(
-    requests: SamplingColumns,
-    sources: Tensor,
-    *,
-    rows_per_request: int,
-    out: SamplingColumns | None = None,
-    backend: str = "auto",
-) -> SamplingColumns:
+    requests: SamplingColumns, sources: Tensor, *,
+    rows_per_request: int, out: SamplingColumns | None = None, backend: str = "auto",
+) -> SamplingColumns:  # fmt: skip
     """Spread each request's sampling parameters over its chosen rows; inputs stay as they are.
 
     Args:
