@@ -61,41 +61,19 @@ def gated_delta_rule_mtp_vcache_flush(
     A caller that may commit all T rows of a step keeps to that with flush_min <= 17 - 2T alone,
     which is 9 at T = 4.
 
+    Arguments, result and errors as in `hybridspec.compat.flashinfer`'s
+    `gated_delta_rule_mtp_ucache_flush`, but for:
+
     Args:
-        A_log: [HV], any float dtype; in.
-        a: decay inputs, [B, T, HV]; in.
-        dt_bias: [HV], any float dtype; in.
-        softplus_beta: only 1.
-        softplus_threshold: only 20; above it x and log(1 + e^x) are the same in fp32.
-        q: queries, [B, T, H, K], T = 1..8; in.
-        k: keys, [B, T, H, K]; in.
-        v: values, [B, T, HV, V]; in.
-        b: write strength inputs, [B, T, HV]; in.
         initial_state_source: states, [pool, HV, V, K], bf16, fp16 or fp32; in-out.
-        initial_state_indices: slot of each request, negative = padding, [B], int32 or int64; None:
-            0..B-1; in.
         k_cache: keys before their norm, [pool, H, 32, K]; in-out.
         v_cache: values, [pool, HV, 32, V]; in-out.
         a_cache: decay inputs, [pool, HV, 32], fp32; in-out.
         b_cache: write strength inputs, [pool, HV, 32], fp32; in-out.
         hist_len: rows of each window, [B], int32, 0..16-T; in-out.
-        cache_base: first row of each window, [B], int32, 0..31; None: zeros; in-out.
         flush_min: shortest window that is flushed, 1..17-T, of which 17-T is never; None is 16 - T.
-        restart_hist_on_flush: whether flushed windows end here: cache_base += hist_len mod 32, then
-            hist_len = 0; the caller adds what is accepted. Ranges are then checked, on a GPU by
-            waiting for it (not while a graph is captured). If False, the cursors stay and the
-            caller moves them once per step, after all layers; there is no host sync.
-        use_qk_l2norm_in_kernel: whether q and k are scaled to length one per head.
-        scale: factor of the outputs; None is K^-0.5.
         output: where to write, [B, T, HV, V], may be a view; rows of padding keep what they hold;
             out.
-
-    Returns:
-        `output`, or [B, T, HV, V] in the dtype of `v` with zeros in rows of padding.
-
-    Raises:
-        CallerError: for a wrong call; it is a ValueError and an AssertionError.
-        UnsupportedError: for another softplus or another T; it is a NotImplementedError.
 
     Numerics:
         As `hybridspec.ops.gated_delta_rule.verify_raw`.

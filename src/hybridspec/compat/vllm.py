@@ -172,26 +172,12 @@ def reset_gdn_replayssm_spec_cursors(
 ) -> None:  # fmt: skip
     """Empty the windows of requests that have just finished their prompt.
 
-    write_pos = cache_base = 0 and is_flush = 2 max_spec_len > max_cache_len, where do_reset
+    write_pos = cache_base = 0 and is_flush = 2 max_spec_len > max_cache_len, where do_reset.
+    Arguments, errors and numerics as in `commit_gdn_replayssm_spec`, but for:
 
     Args:
-        write_pos: rows of each window, [blocks], int32; in-out.
-        cache_base: first row of each window, [blocks], int32; in-out.
         is_flush: marks of the next step, [blocks], int8; in-out.
         do_reset: which requests, [B], bool or an integer; any stride; in.
-        state_batch_indices: block of each request, [B], int32 or int64; any stride; in.
-        max_cache_len: most rows of a window and a step together.
-        max_spec_len: most rows of one request.
-        null_block_id: blocks up to this number are padding; -1 or more.
-
-    Raises:
-        CallerError: for a wrong call; it is a ValueError.
-
-    Numerics:
-        Integers only; no host sync.
-
-    Source:
-        The repository and commit that the module names.
     """
     with renamed(NAMES):
         reset_blocks(

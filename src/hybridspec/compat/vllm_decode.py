@@ -113,26 +113,11 @@ def fused_recurrent_gated_delta_rule_packed_decode(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run one token per request and advance its state, in place.
 
-    The equation: `hybridspec.ops.gated_delta_rule.decode`.
+    The equation: `hybridspec.ops.gated_delta_rule.decode`. Arguments, result and errors as in
+    `fused_recurrent_gated_delta_rule_replayssm`, but for:
 
     Args:
-        mixed_qkv: q, k and v side by side, [B, 2HK + HV V]; last stride 1; in.
-        a: decay inputs, [B, HV]; last stride 1; in.
-        b: write strength inputs, [B, HV]; last stride 1; in.
-        A_log: [HV], any float dtype; in.
-        dt_bias: [HV], any float dtype; in.
-        scale: factor of the outputs.
-        initial_state: states, [blocks, HV, V, K]; in-out.
         out: where to write, [B, 1, HV, V]; last stride 1; out.
-        ssm_state_indices: block of each request, 0 or less = padding, [B], int32 or int64; any
-            stride; in.
-        use_qk_l2norm_in_kernel: whether q and k are first scaled to length one per head.
-
-    Returns:
-        `out`, zeros in rows of padding, and `initial_state`.
-
-    Raises:
-        CallerError: for a wrong call; it is a ValueError.
 
     Numerics:
         As `hybridspec.ops.gated_delta_rule.decode`. The write strength is not rounded to the dtype

@@ -197,29 +197,14 @@ def materialize(
 ) -> None:  # fmt: skip
     """Write the state after the first live rows of a slot into a slot; cursors stay.
 
-    state[out_slot] <- e^{G_n} S + sum_{j<=n} e^{G_n - G_j} u_j k_j^T, n = num_rows
+    state[out_slot] <- e^{G_n} S + sum_{j<=n} e^{G_n - G_j} u_j k_j^T, n = num_rows. Arguments,
+    errors and numerics as in `fold`, but for:
 
     Args:
-        state: checkpoints, [S, HV, V, K]; in-out.
-        ring: ring of the layer; in.
         slots: slot to read of each request, [B], int32; contiguous; in.
         out_slots: slot to write, which may be the one that is read, but none that another request
             reads or writes, [B], int32; pairs with a -1 are skipped; in.
         num_rows: live rows to take in, cut to 0..history_len, [B], int32; contiguous; in.
-        state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; in-out.
-        backend: "auto", "triton" or "reference".
-
-    Raises:
-        TypeError: for a dtype that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
-        ValueError: for a wrong shape, stride, device, ring or backend, or (reference) a slot that
-            would be written twice.
-
-    Numerics:
-        As `fold`.
-
-    Source:
-        README.md of this package.
     """
     _materialize(State(state, state_scale), ring, slots, out_slots, num_rows, backend=backend)
 

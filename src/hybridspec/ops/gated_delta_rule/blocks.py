@@ -25,36 +25,14 @@ def verify_blocks(
 ) -> Tensor:  # fmt: skip
     """Run `verify` on requests whose slots, here blocks, carry the marks; cursors and marks stay.
 
-    The equation: `verify`.
+    Equation, arguments, result and errors as in `verify`, but for:
 
     Args:
-        q: queries, [N, H, K], packed by request; last stride 1; in.
-        k: keys, [N, H, K], dtype of `v`; last stride 1; in.
-        v: values, [N, HV, V], HV a multiple of H, bf16, fp16, fp32 or fp64; last stride 1; in.
-        a: decay inputs, [N, HV], any of these dtypes; last stride 1; in.
-        b: write strength inputs, [N, HV], any of these dtypes; last stride 1; in.
-        A_log: [HV], any of these dtypes; in.
-        dt_bias: [HV], any of these dtypes; in.
-        state: checkpoints, [S, HV, V, K], any of these dtypes; last stride 1; in-out.
-        ring: ring of the layer: rows in-out, cursors in.
-        cu_seqlens: row bounds of the requests, [B+1], int32; contiguous; in.
+        state: checkpoints, [S, HV, V, K], bf16, fp16, fp32 or fp64; last stride 1; in-out.
         blocks: slot of each request, padding if at most `padding`, no slot twice, [B], int32; any
             stride; in.
-        max_verify_tokens: most rows of one request, at most `ring.max_window`.
         is_fold: which slots fold if a request has them, with rows or without, [S], int8; in.
         padding: largest number that is no slot, at least -1.
-        scale: factor of the outputs; None is K^-0.5.
-        use_qk_l2norm: whether q and k are first scaled to length one per head.
-        out: where to write, [N, HV, V]; last stride 1; out.
-        backend: "auto", "cuda", "triton" or "reference".
-
-    Returns:
-        [N, HV, V] in the dtype of `v`; zeros in rows that belong to no slot.
-
-    Raises:
-        TypeError: for a dtype or an option of a kind that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
-        ValueError: for a wrong shape, stride, device, ring capacity, option or backend.
 
     Numerics:
         As `verify`.

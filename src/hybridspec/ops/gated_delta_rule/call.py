@@ -11,7 +11,7 @@ from hybridspec.ops._library import Written
 from hybridspec.ops.ring.raw_view import RawRingView
 from hybridspec.ops.ring.view import RingView
 
-__all__ = ["FoldingBatch", "Gates", "Rows", "State"]
+__all__ = ["FoldingBatch", "Gates", "Rows", "State", "is_packed"]
 
 
 class Rows(NamedTuple):
@@ -105,3 +105,12 @@ class FoldingBatch(NamedTuple):
         if self.padding >= 0:
             slots = torch.where(slots > self.padding, slots, -1)
         return slots, is_fold
+
+
+def is_packed(out: Tensor) -> bool:
+    """Whether all rows of a batch [B, T, HV, V] are equally far apart, with a last stride of 1."""
+    if not isinstance(out, Tensor) or out.dim() != 4:
+        return True  # not looked at: it is refused
+    batch, num_tokens = out.shape[:2]
+    is_even = batch < 2 or num_tokens < 2 or out.stride(0) == num_tokens * out.stride(1)
+    return is_even and out.stride(3) == 1

@@ -23,7 +23,7 @@ from hybridspec.ops._checks import (
 )
 from hybridspec.ops._library import Backend, register
 from hybridspec.ops.gated_delta_rule import raw_cpu, raw_cuda, raw_launch
-from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State, is_packed
 from hybridspec.ops.ring.contracts import check_marks, check_threshold
 from hybridspec.ops.ring.raw_view import (
     RawRingView,
@@ -54,36 +54,13 @@ def verify_raw(
     S <- e^{c_P} S + sum_{s<=P} e^{c_P-c_s} u_s k_s^T over the P live rows. Appended at ring row
     (ring_start + history_len + t) mod R: k_t, v_t, a_t and b_t.
 
+    Arguments, result and errors as in `verify`, but for:
+
     Args:
-        q: queries, [N, H, K], packed by request; last stride 1; in.
-        k: keys, [N, H, K], dtype of `v`; last stride 1; in.
-        v: values, [N, HV, V], HV a multiple of H, bf16, fp16, fp32 or fp64; last stride 1; in.
-        a: decay inputs, [N, HV], any of these dtypes; last stride 1; in.
-        b: write strength inputs, [N, HV], any of these dtypes; last stride 1; in.
-        A_log: [HV], any of these dtypes; in.
-        dt_bias: [HV], any of these dtypes; in.
-        state: checkpoints, [S, HV, V, K], any of these dtypes; last stride 1; in-out.
+        state: checkpoints, [S, HV, V, K], bf16, fp16, fp32 or fp64; last stride 1; in-out.
         ring: raw ring of the layer: rows in-out, cursors in. No window has more than
             `ring.max_window` rows, folding ones included, which is what keeps a system small.
-        cu_seqlens: row bounds of the requests, [B+1], int32; contiguous; in.
-        slots: slot of each request, -1 = padding, no slot twice, [B], int32; contiguous; in.
         max_verify_tokens: most rows of one request.
-        is_fold: which requests fold, with rows or without, [B], int8, from `decide_folds`. None:
-            nobody folds. A step that folded must be committed; in.
-        scale: factor of the outputs; None is K^-0.5.
-        use_qk_l2norm: whether q and k are first scaled to length one per head.
-        beta_scale: 2 lets the state have negative eigenvalues.
-        out: where to write, [N, HV, V]; last stride 1; out.
-        backend: "auto", "cuda", "triton" or "reference".
-
-    Returns:
-        [N, HV, V] in the dtype of `v`; zeros in rows that belong to no slot.
-
-    Raises:
-        TypeError: for a dtype or an option of a kind that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
-        ValueError: for a wrong shape, stride, device, ring capacity, option or backend, or
-            (reference) a slot that occurs twice, a window or a request with too many rows.
 
     Numerics:
         fp32 (fp64 if q, a or state is). Outputs are rounded once, a folded state once; appended
@@ -115,34 +92,15 @@ def verify_raw_rows(
 ) -> Tensor:  # fmt: skip
     """Run `verify_raw` on T rows of each request, with cursors of the batch rows; cursors stay.
 
-    Request b folds where it has a slot and history_len[b] >= fold_threshold.
+    Request b folds where it has a slot and history_len[b] >= fold_threshold. Arguments, result
+    and errors as in `verify_rows`, but for:
 
     Args:
-        q: queries, [B, T, H, K]; last stride 1; in.
-        k: keys, [B, T, H, K], dtype of `v`; last stride 1; in.
-        v: values, [B, T, HV, V], HV a multiple of H, bf16, fp16, fp32 or fp64; last stride 1; in.
-        a: decay inputs, [B, T, HV], any of these dtypes; last stride 1; in.
-        b: write strength inputs, [B, T, HV], any of these dtypes; last stride 1; in.
-        A_log: [HV], any of these dtypes; in.
-        dt_bias: [HV], any of these dtypes; in.
-        state: checkpoints, [S, HV, V, K], any of these dtypes; last stride 1; in-out.
         ring: raw ring of the layer, its cursors [B]: rows in-out, cursors in.
         slots: slot of each request, negative = padding, no slot twice, [B], int32; None: request b
             has slot b; in.
-        fold_threshold: fewest live rows of a request that folds; None: nobody folds.
-        scale: factor of the outputs; None is K^-0.5.
-        use_qk_l2norm: whether q and k are first scaled to length one per head.
         out: where to write, [B, T, HV, V], any of these dtypes; any strides; rows of padding keep
             what they hold; out.
-        backend: "auto", "cuda", "triton" or "reference".
-
-    Returns:
-        `out`, or [B, T, HV, V] in the dtype of `v` with zeros in rows of padding.
-
-    Raises:
-        TypeError: for a dtype that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
-        ValueError: for a wrong shape, stride, ring capacity, option or backend.
 
     Numerics:
         As `verify_raw`.
@@ -160,7 +118,7 @@ def verify_raw_rows(
         target = v.new_empty(v.shape)
     else:
         check("out", out, "B T HV V", dims)
-        target = out if _is_packed(out) else out.contiguous()
+        target = out if is_packed(out) else out.contiguous()
     _verify_raw(
         Rows(*[part.flatten(0, 1) for part in (q, k, v, a, b)], target.flatten(0, 1)),
         Gates(A_log.contiguous(), dt_bias.contiguous(), scale, use_qk_l2norm, 1.0),
@@ -170,13 +128,6 @@ def verify_raw_rows(
         backend=backend,
     )
     return target if out is None or out is target else out.copy_(target)
-
-
-def _is_packed(out: Tensor) -> bool:
-    """Whether all rows of a batch are equally far apart, with a last stride of 1."""
-    batch, num_tokens = out.shape[:2]
-    is_even = batch < 2 or num_tokens < 2 or out.stride(0) == num_tokens * out.stride(1)
-    return is_even and out.stride(3) == 1
 
 
 def explain_verify_raw(

@@ -16,7 +16,7 @@ from hybridspec.ops._backends import always
 from hybridspec.ops._library import Backend, Written, register
 from hybridspec.ops.gated_delta_rule import cpu
 from hybridspec.ops.gated_delta_rule.api import VERIFY_BACKENDS
-from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
+from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State, is_packed
 from hybridspec.ops.gated_delta_rule.contracts import check_verify_rows
 from hybridspec.ops.ring.view import RingView
 
@@ -84,7 +84,7 @@ def verify_rows(
     if out is None:
         is_given, target = False, v.new_empty(v.shape) if isinstance(v, Tensor) else v
     else:
-        is_given, target = not zeroes_padding, out if _is_packed(out) else out.contiguous()
+        is_given, target = not zeroes_padding, out if is_packed(out) else out.contiguous()
     _verify_rows(
         Rows(q, k, v, a, b, target),
         Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
@@ -100,15 +100,6 @@ def verify_rows(
 
 def _num_tokens(v: Tensor) -> int:
     return v.shape[1] if isinstance(v, Tensor) and v.dim() > 1 else 0
-
-
-def _is_packed(out: Tensor) -> bool:
-    """Whether all rows of a batch are equally far apart, with a last stride of 1."""
-    if not isinstance(out, Tensor) or out.dim() != 4:
-        return True  # not looked at: it is refused
-    batch, num_tokens = out.shape[:2]
-    is_even = batch < 2 or num_tokens < 2 or out.stride(0) == num_tokens * out.stride(1)
-    return is_even and out.stride(3) == 1
 
 
 def _as_packed(

@@ -45,6 +45,7 @@ def commit_blocks(
 
     With n = num_committed, where the block is marked: ring_start += history_len (mod R) if n > 0,
     and history_len = n; elsewhere history_len += n. Then is_fold = history_len > most_unmarked.
+    Errors and numerics as in `commit`.
 
     Args:
         ring_start: first live ring row of each block, [S], int32; contiguous; in-out.
@@ -58,17 +59,6 @@ def commit_blocks(
         most_unmarked: longest window that the next step does not fold.
         padding: largest number that is no block, at least -1.
         backend: "auto", "triton" or "reference".
-
-    Raises:
-        TypeError: for a wrong dtype.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
-        ValueError: for a wrong shape, stride, capacity or backend.
-
-    Numerics:
-        Integers only.
-
-    Source:
-        README.md of this package.
     """
     _commit_blocks(
         BlockCursors(ring_start, history_len, is_fold), blocks, num_committed, ring_capacity,
@@ -82,29 +72,12 @@ def reset_blocks(
 ) -> None:  # fmt: skip
     """Zero the cursors of some requests' blocks, and mark them if even empty windows are folded.
 
-    ring_start = history_len = 0 and is_fold = 0 > most_unmarked, where is_reset is not 0
+    ring_start = history_len = 0 and is_fold = 0 > most_unmarked, where is_reset is not 0.
+    Arguments, errors and numerics as in `commit_blocks`, but for:
 
     Args:
-        ring_start: first live ring row of each block, [S], int32; contiguous; in-out.
-        history_len: live ring rows of each block, [S], int32; contiguous; in-out.
         is_fold: marks, [S], int8; contiguous; in-out.
-        blocks: block of each request, padding if at most `padding`, no block twice, [B], int32 or
-            int64; any stride; in.
         is_reset: which requests, [B], bool or an integer; any stride; in.
-        most_unmarked: longest window that the next step does not fold.
-        padding: largest number that is no block, at least -1.
-        backend: "auto", "triton" or "reference".
-
-    Raises:
-        TypeError: for a wrong dtype.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
-        ValueError: for a wrong shape, stride or backend.
-
-    Numerics:
-        Integers only.
-
-    Source:
-        README.md of this package.
     """
     _reset_blocks(
         BlockCursors(ring_start, history_len, is_fold), blocks, is_reset, most_unmarked, padding,
