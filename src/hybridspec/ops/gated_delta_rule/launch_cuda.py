@@ -6,6 +6,7 @@ import ctypes
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,13 @@ __all__ = [
     "CudaConfig",
     "Params",
     "choose_config",
+    "declare",
+    "defines_of",
+    "explain_device",
+    "explain_operands",
     "explain_tensors",
     "explain_verify",
+    "launcher",
     "prepare",
     "readable",
     "verify",
@@ -59,24 +65,23 @@ _INTEGERS = (
 )  # fmt: skip
 
 
-_PACKED = struct.Struct(f"{len(_POINTERS)}P")
+def declare(
+    pointers: tuple[str, ...], integers: tuple[str, ...]
+) -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
+    """Return the struct that a kernel takes, and its part besides addresses.
+
+    The part is the same for all calls of a kind; it ends with `scale` and `beta_scale`.
+    """
+    rest: list[tuple[str, Any]] = [(name, ctypes.c_int32) for name in integers]
+    rest += [("scale", ctypes.c_float), ("beta_scale", ctypes.c_float)]
+    fields = [*((name, ctypes.c_void_p) for name in pointers), *rest]
+    return (
+        type("Params", (ctypes.Structure,), {"_fields_": fields}),
+        type("Constants", (ctypes.Structure,), {"_fields_": rest}),
+    )
 
 
-class Constants(ctypes.Structure):
-    """What `Params` holds besides addresses: the same for all calls of a kind."""
-
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in _STRIDES),
-        *((name, ctypes.c_int32) for name in _INTEGERS),
-        ("scale", ctypes.c_float),
-        ("beta_scale", ctypes.c_float),
-    ]
-
-
-class Params(ctypes.Structure):
-    """The struct of the same name in verify_layout.cuh."""
-
-    _fields_ = [*((name, ctypes.c_void_p) for name in _POINTERS), *Constants._fields_]
+Params, Constants = declare(_POINTERS, _STRIDES + _INTEGERS)  # Params: see verify_layout.cuh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,46 +128,64 @@ def explain_verify(
     rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> str | None:
     """Say why the CUDA kernel cannot serve a verify call, or return None."""
-    if not rows.q.is_cuda:
+    return explain_device(rows.q) or explain_tensors(rows, gates, state, ring, batch)
+
+
+def explain_device(tensor: Tensor) -> str | None:
+    """Say why the kernels cannot run where a tensor lies, or return None."""
+    if not tensor.is_cuda:
         return "the tensors are not on a CUDA device"
-    if capability(rows.q) not in TARGETS:
+    if capability(tensor) not in TARGETS:
         return "it was measured on sm_90 only"
-    return explain_compiler() or explain_tensors(rows, gates, state, ring, batch)
+    return explain_compiler()
 
 
 def explain_tensors(
     rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> str | None:
     """Say which size, dtype or alignment of a call the kernel does not take, or return None."""
-    q, k, v, a, b, out = rows
-    checkpoints = state.values
-    if q.dtype not in ACTS:
-        return f"q has dtype {dtype_name(q.dtype)}, it takes bfloat16 and float16"
-    for name, tensor in (("ring.k", ring.k), ("ring.u", ring.u), ("out", out)):
-        if tensor.dtype != q.dtype:
-            return f"{name} has dtype {dtype_name(tensor.dtype)}, q has {dtype_name(q.dtype)}"
-    wide = (torch.float32, torch.int8) if q.dtype == torch.bfloat16 else ()
-    if checkpoints.dtype not in (q.dtype, *wide):
-        return f"state has dtype {dtype_name(checkpoints.dtype)} and q {dtype_name(q.dtype)}"
-    if a.dtype != b.dtype or a.dtype not in (q.dtype, torch.float32):
-        return f"a and b have dtypes {dtype_name(a.dtype)} and {dtype_name(b.dtype)}"
+    wide = (torch.float32, torch.int8) if rows.q.dtype == torch.bfloat16 else ()
+    rings = {"ring.k": ring.k, "ring.u": ring.u}
+    if reason := explain_operands(rows, state.values, rings, wide):
+        return reason
     if ring.cum_log_decay.dtype != torch.float32 or ring.cum_log_decay.stride(2) != 1:
         return "ring.cum_log_decay is not fp32 with a last stride of 1"
-    if q.shape[0] == 0:
-        return "there are no rows"
-    value_dim, key_dim = checkpoints.shape[2:]
-    if key_dim != 128 or value_dim % 64 or value_dim > 256:
-        return (
-            f"heads have K = {key_dim} and V = {value_dim}, it takes K = 128, V = 64, 128, ..., 256"
-        )
     if batch.max_rows > _MAX_TOKENS:
         return f"max_verify_tokens is {batch.max_rows}, it takes up to {_MAX_TOKENS}"
     if ring.max_window > _MAX_WINDOW:
         return f"ring.max_window is {ring.max_window}, it takes up to {_MAX_WINDOW}"
-    for name, tensor in (
-        ("q", q), ("k", k), ("v", v), ("state", checkpoints), ("ring.k", ring.k),
-        ("ring.u", ring.u), ("out", out),
-    ):  # fmt: skip
+    return None
+
+
+def explain_operands(
+    rows: Rows, state: Tensor, rings: dict[str, Tensor], wide: tuple[torch.dtype, ...]
+) -> str | None:
+    """Say which size, dtype or alignment of what is multiplied the kernels do not take.
+
+    Args:
+        rows: rows of the call.
+        state: checkpoints.
+        rings: rings with the dtype of rows, by what messages call them.
+        wide: dtypes of checkpoints beside that of rows.
+    """
+    dtype, (value_dim, key_dim) = rows.q.dtype, state.shape[2:]
+    if dtype not in ACTS:
+        return f"q has dtype {dtype_name(dtype)}, it takes bfloat16 and float16"
+    for name, tensor in (*rings.items(), ("out", rows.out)):
+        if tensor.dtype != dtype:
+            return f"{name} has dtype {dtype_name(tensor.dtype)}, q has {dtype_name(dtype)}"
+    if state.dtype not in (dtype, *wide):
+        return f"state has dtype {dtype_name(state.dtype)} and q {dtype_name(dtype)}"
+    if rows.a.dtype != rows.b.dtype or rows.a.dtype not in (dtype, torch.float32):
+        return f"a and b have dtypes {dtype_name(rows.a.dtype)} and {dtype_name(rows.b.dtype)}"
+    if rows.q.shape[0] == 0:
+        return "there are no rows"
+    if key_dim != 128 or value_dim % 64 or value_dim > 256:
+        return (
+            f"heads have K = {key_dim} and V = {value_dim}, it takes K = 128, V = 64, 128, ..., 256"
+        )
+    rows_by_name = {"q": rows.q, "k": rows.k, "v": rows.v, "state": state, "out": rows.out}
+    for name, tensor in (rows_by_name | rings).items():
         if row_alignment(tensor) < 16:
             return f"{name} does not lie on 16-byte boundaries"
         longest = max(tensor.stride()) * tensor.itemsize
@@ -171,17 +194,10 @@ def explain_tensors(
     return None
 
 
-def _defines(
-    rows: Rows,
-    gates: Gates,
-    state: Tensor,
-    has_token_decay: bool,
-    has_blocks: bool,
-    max_rows: int,
-    config: CudaConfig,
-    warp_bytes: int,
+def defines_of(
+    rows: Rows, gates: Gates, state: Tensor, config: CudaConfig, warp_bytes: int
 ) -> dict[str, object]:
-    """Macros of the kernel for the tensors of a call: what it does not take from `Params`."""
+    """Macros of the kernels for the tensors of a call: what they do not take from `Params`."""
     return {
         "ACT": ACTS[rows.k.dtype],
         "STATE_BITS": 8 * state.itemsize,
@@ -194,16 +210,12 @@ def _defines(
         "VALUE_DIM": state.shape[2],
         "STATE_STRIDE": state.stride(2) * state.itemsize,
         "SCALE_GROUP": GROUP_SIZE,
-        "MOST_TOKENS": 4 if max_rows <= 4 else _MAX_TOKENS,
-        "MOST_WINDOW": _MAX_WINDOW,
         "NEVER": NEVER,
         "SPLITS": config.splits,
         "WARPS": config.warps,
         "SHARED_BYTES": warp_bytes,
         "BLOCKS_PER_MULTIPROCESSOR": config.blocks,
         "EVICT_FIRST": int(config.evict_first),
-        "BY_BLOCK": int(has_blocks),
-        "TOKEN_DECAY": int(has_token_decay),
     }
 
 
@@ -240,35 +252,61 @@ def prepare(
     warp_bytes = _warp_bytes(checkpoints, config)
     is_strided = batch.slots is not None and batch.slots.stride(0) != 1
     has_blocks = is_strided or batch.is_fold_by_slot or batch.padding != -1
-    defines = _defines(
-        rows, gates, checkpoints, ring.has_token_decay, has_blocks, batch.max_rows, config,
-        warp_bytes,
-    )  # fmt: skip
-    num_blocks = -(-num_heads * config.splits // config.warps)
-    constants = bytes(_constants(rows, gates, state, ring, batch))
-    constants = constants.ljust(ctypes.sizeof(Params) - _PACKED.size, b"\0")
+    defines = defines_of(rows, gates, checkpoints, config, warp_bytes) | {
+        "MOST_TOKENS": 4 if batch.max_rows <= 4 else _MAX_TOKENS,
+        "MOST_WINDOW": _MAX_WINDOW,
+        "BY_BLOCK": int(has_blocks),
+        "TOKEN_DECAY": int(ring.has_token_decay),
+    }
     with torch.cuda.device_of(rows.q):
         kernel = load_kernel(
             SOURCE, "verify", tuple(defines.items()), 32 * config.warps, config.warps * warp_bytes,
             rows.q.device.index,
         )  # fmt: skip
+    num_blocks = -(-num_heads * config.splits // config.warps)
+    constants = _constants(rows, gates, state, ring, batch)
+    return launcher(kernel, num_blocks, Params, constants, _pointed)
 
-    def run(rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch) -> None:
-        pointed = (
-            *rows[:5], readable(gates.A_log), readable(gates.dt_bias), *state, *ring[:3],
-            rows.out, *ring[3:5], *batch[:3],
-        )  # fmt: skip
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointed]
-        params = Params.from_buffer_copy(_PACKED.pack(*addresses) + constants)
+
+def _pointed(
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
+) -> tuple[Tensor | None, ...]:
+    """Tensors in the order of `_POINTERS`."""
+    return (
+        *rows[:5], readable(gates.A_log), readable(gates.dt_bias), *state, *ring[:3],
+        rows.out, *ring[3:5], *batch[:3],
+    )  # fmt: skip
+
+
+def launcher(
+    kernel: Any, num_blocks: int, params: type[ctypes.Structure], constants: ctypes.Structure,
+    pointed: Callable[..., tuple[Tensor | None, ...]],
+) -> Callable[..., None]:  # fmt: skip
+    """Return what launches a kernel on calls of one kind, which differ in addresses alone.
+
+    Args:
+        kernel: the kernel.
+        num_blocks: blocks of a launch.
+        params: the struct that the kernel takes.
+        constants: its part besides addresses.
+        pointed: names the tensors of a call in the order of addresses.
+    """
+    rest = bytes(constants)
+    addresses = struct.Struct(f"{len(params._fields_) - len(constants._fields_)}P")
+    rest = rest.ljust(ctypes.sizeof(params) - addresses.size, b"\0")
+
+    def run(rows: Rows, gates: Gates, state: State, ring: Any, batch: FoldingBatch) -> None:
+        found = pointed(rows, gates, state, ring, batch)
+        packed = addresses.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in found])
         with torch.cuda.device_of(rows.q):
-            kernel.launch(num_blocks, params)
+            kernel.launch(num_blocks, params.from_buffer_copy(packed + rest))
 
     return run
 
 
 def _constants(
     rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
-) -> Constants:
+) -> ctypes.Structure:
     """Everything of `Params` that is no address."""
     q, k, v, a, b, out = rows
     num_requests, (checkpoints, scale) = batch.num_requests(ring), state

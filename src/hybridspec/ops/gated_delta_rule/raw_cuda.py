@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from hybridspec.ops._checks import dtype_name, row_alignment
-from hybridspec.ops._nvrtc import explain_compiler, load_kernel
-from hybridspec.ops._triton_support import capability
+from hybridspec.ops._nvrtc import load_kernel
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.launch_cuda import (
-    ACTS,
     NEVER,
-    TARGETS,
-    TYPES,
     choose_config,
+    declare,
+    defines_of,
+    explain_device,
+    explain_operands,
+    launcher,
     readable,
 )
 from hybridspec.ops.ring.raw_view import RawRingView
@@ -44,75 +43,31 @@ _INTEGERS = (
     "num_requests", "num_rows", "rows_per_request", "ring_capacity", "fold_threshold",
     "cursors_by_row", "zero_padding", "use_l2norm",
 )  # fmt: skip
-_PACKED = struct.Struct(f"{len(_POINTERS)}P")
-
-
-class Constants(ctypes.Structure):
-    """What `Params` holds besides addresses: the same for all calls of a kind."""
-
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in (*_STRIDES, *_INTEGERS)),
-        ("scale", ctypes.c_float),
-        ("beta_scale", ctypes.c_float),
-    ]
-
-
-class Params(ctypes.Structure):
-    """The struct of the same name in raw_system.cuh."""
-
-    _fields_ = [*((name, ctypes.c_void_p) for name in _POINTERS), *Constants._fields_]
+Params, Constants = declare(_POINTERS, _STRIDES + _INTEGERS)  # Params: see raw_system.cuh
 
 
 def explain(
     rows: Rows, gates: Gates, state: State, ring: RawRingView, batch: FoldingBatch
 ) -> str | None:
     """Say why the CUDA kernel cannot serve a call, or return None."""
-    if not rows.q.is_cuda:
-        return "the tensors are not on a CUDA device"
-    if capability(rows.q) not in TARGETS:
-        return "it was measured on sm_90 only"
-    return explain_compiler() or explain_call(rows, gates, state, ring, batch)
+    return explain_device(rows.q) or explain_call(rows, gates, state, ring, batch)
 
 
 def explain_call(
     rows: Rows, gates: Gates, state: State, ring: RawRingView, batch: FoldingBatch
 ) -> str | None:
     """Say which size, dtype or alignment of a call the kernel does not take, or return None."""
-    q, k, v, a, b, out = rows
-    checkpoints, dtype = state.values, rows.q.dtype
-    if dtype not in ACTS:
-        return f"q has dtype {dtype_name(dtype)}, it takes bfloat16 and float16"
-    for name, tensor in (("ring.k", ring.k), ("ring.v", ring.v), ("out", out)):
-        if tensor.dtype != dtype:
-            return f"{name} has dtype {dtype_name(tensor.dtype)}, q has {dtype_name(dtype)}"
-    if checkpoints.dtype not in (dtype, *((torch.float32,) if dtype == torch.bfloat16 else ())):
-        return f"state has dtype {dtype_name(checkpoints.dtype)} and q {dtype_name(dtype)}"
-    if a.dtype != b.dtype or a.dtype not in (dtype, torch.float32):
-        return f"a and b have dtypes {dtype_name(a.dtype)} and {dtype_name(b.dtype)}"
+    wide = (torch.float32,) if rows.q.dtype == torch.bfloat16 else ()
+    rings = {"ring.k": ring.k, "ring.v": ring.v}
+    if reason := explain_operands(rows, state.values, rings, wide):
+        return reason
     if ring.a.dtype != torch.float32:
         return "ring.a is not fp32"
-    if q.shape[0] == 0:
-        return "there are no rows"
-    value_dim, key_dim = checkpoints.shape[2:]
-    if key_dim != 128 or value_dim % 64 or value_dim > 256:
-        return (
-            f"heads have K = {key_dim} and V = {value_dim}, it takes K = 128, V = 64, 128, ..., 256"
-        )
-    needed = ring.max_window + batch.max_rows
-    if batch.max_rows > _MAX_TOKENS or needed > _MAX_ROWS:
+    if batch.max_rows > _MAX_TOKENS or ring.max_window + batch.max_rows > _MAX_ROWS:
         return (
             f"a step has up to {batch.max_rows} rows behind {ring.max_window}, it takes up to "
             f"{_MAX_TOKENS}, and {_MAX_ROWS} together"
         )
-    for name, tensor in (
-        ("q", q), ("k", k), ("v", v), ("state", checkpoints), ("ring.k", ring.k),
-        ("ring.v", ring.v), ("out", out),
-    ):  # fmt: skip
-        if row_alignment(tensor) < 16:
-            return f"{name} does not lie on 16-byte boundaries"
-        longest = max(tensor.stride()) * tensor.itemsize
-        if longest >= 2**32:
-            return f"{name} has a stride of {longest} bytes"
     return None
 
 
@@ -131,50 +86,30 @@ def prepare(
     num_heads, (value_dim, key_dim) = num_requests * checkpoints.shape[1], checkpoints.shape[2:]
     config = choose_config(num_heads, value_dim, checkpoints.dtype)
     warp_bytes = value_dim // config.splits * (key_dim * checkpoints.itemsize + _STAGED_BYTES)
-    defines = {
-        "ACT": ACTS[rows.k.dtype],
-        "STATE_BITS": 8 * checkpoints.itemsize,
-        "GATE": TYPES[rows.a.dtype],
-        "A_LOG": TYPES[readable(gates.A_log).dtype],
-        "DT_BIAS": TYPES[readable(gates.dt_bias).dtype],
-        "HEADS": rows.k.shape[1],
-        "VALUE_HEADS": checkpoints.shape[1],
-        "KEY_DIM": key_dim,
-        "VALUE_DIM": value_dim,
-        "STATE_STRIDE": checkpoints.stride(2) * checkpoints.itemsize,
-        "SCALE_GROUP": 32,
-        "NEVER": NEVER,
-        "SPLITS": config.splits,
-        "WARPS": config.warps,
-        "SHARED_BYTES": warp_bytes,
-        "BLOCKS_PER_MULTIPROCESSOR": config.blocks,
-        "EVICT_FIRST": int(config.evict_first),
-    }
-    num_blocks = -(-num_heads * config.splits // config.warps)
-    constants = bytes(_constants(rows, gates, checkpoints, ring, batch))
-    constants = constants.ljust(ctypes.sizeof(Params) - _PACKED.size, b"\0")
+    defines = defines_of(rows, gates, checkpoints, config, warp_bytes)
     with torch.cuda.device_of(rows.q):
         kernel = load_kernel(
             SOURCE, "verify_raw", tuple(defines.items()), 32 * config.warps,
             config.warps * warp_bytes, rows.q.device.index,
         )  # fmt: skip
+    num_blocks = -(-num_heads * config.splits // config.warps)
+    constants = _constants(rows, gates, checkpoints, ring, batch)
+    return launcher(kernel, num_blocks, Params, constants, _pointed)
 
-    def run(rows: Rows, gates: Gates, state: State, ring: RawRingView, batch: FoldingBatch) -> None:
-        pointed = (
-            *rows[:5], readable(gates.A_log), readable(gates.dt_bias), state.values, *ring[:4],
-            rows.out, *ring[4:6], *batch[:3],
-        )  # fmt: skip
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointed]
-        params = Params.from_buffer_copy(_PACKED.pack(*addresses) + constants)
-        with torch.cuda.device_of(rows.q):
-            kernel.launch(num_blocks, params)
 
-    return run
+def _pointed(
+    rows: Rows, gates: Gates, state: State, ring: RawRingView, batch: FoldingBatch
+) -> tuple[Tensor | None, ...]:
+    """Tensors in the order of `_POINTERS`."""
+    return (
+        *rows[:5], readable(gates.A_log), readable(gates.dt_bias), state.values, *ring[:4],
+        rows.out, *ring[4:6], *batch[:3],
+    )  # fmt: skip
 
 
 def _constants(
     rows: Rows, gates: Gates, checkpoints: Tensor, ring: RawRingView, batch: FoldingBatch
-) -> Constants:
+) -> ctypes.Structure:
     """Everything of `Params` that is no address."""
     q, k, v, a, b, out = rows
     num_requests = batch.num_requests(ring)
