@@ -106,6 +106,7 @@ def load(args: argparse.Namespace, model: Any, mode: str) -> LLM:
         acceptance_spread=args.acceptance_spread if drafts else 0.0,
         draft_vocab=range(args.draft_vocab) if args.draft_vocab and drafts else None,
         enforce_eager=args.eager,
+        enable_prefix_caching=False,  # rounds repeat their prompts
         max_model_len=max(args.prompt + args.tokens + 16, 512),
         max_num_seqs=max(args.requests),
     )

@@ -268,6 +268,10 @@ class EngineConfig:
         max_num_seqs: most requests that run at the same time; None is 64 on a CPU, 256 on a GPU.
         max_num_batched_tokens: most prompt rows of a forward pass, over all requests; None is 2,048
             on a CPU and 8,192 on a GPU.
+        enable_prefix_caching: whether prompts reuse what was computed of others that begin alike.
+            Never with kv_layout "contiguous" and exact "bitwise".
+        prefix_states: of how many prefixes the recurrent states are kept; each takes as much memory
+            as a request without its keys and values. None is 64, or fewer where memory is short.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         exact: what drafts, batch and load must not change: "tokens", up to near-ties that rounding
             decides, or "bitwise", every logit (`docs/exactness.md`).
@@ -296,6 +300,8 @@ class EngineConfig:
     threads: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    prefix_states: int | None = None
     enforce_eager: bool = False
     exact: str = "tokens"
     revision: str | None = None
@@ -319,6 +325,7 @@ class EngineConfig:
                 "max_num_batched_tokens", self.max_num_batched_tokens, 1
             ),
             "seed": optional_integer("seed", self.seed, 0, 2**63 - 1),
+            "prefix_states": optional_integer("prefix_states", self.prefix_states, 1),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -337,6 +344,7 @@ class EngineConfig:
                     f"{name}: expected one of {', '.join(allowed)}, got {shown(value)}"
                 )
         flag("dummy_weights", self.dummy_weights)
+        flag("enable_prefix_caching", self.enable_prefix_caching)
         flag("enforce_eager", self.enforce_eager)
         for name in ("mtp_from", "revision", "tokenizer"):
             optional_text(name, getattr(self, name))

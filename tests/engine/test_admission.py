@@ -62,7 +62,7 @@ def check_slot(engine: Engine, request: Request, draft_limit: int) -> None:
 
 
 def soil(engine: Engine) -> None:
-    """Leave something everywhere that a new request must not find."""
+    """Leave something everywhere that a new request must not find; prefixes would be lost."""
     pools, table = engine.pools, engine.runner.decoder.requests
     for tensor in pools.slot_tensors():
         tensor.fill_(1)
@@ -74,7 +74,7 @@ def soil(engine: Engine) -> None:
 
 @torch.inference_mode()
 def test_requests_that_come_together(tiny: TinyCheckpoint) -> None:
-    engine = LLM(tiny.folder, draft_tokens=3, device="cpu")._engine
+    engine = LLM(tiny.folder, draft_tokens=3, device="cpu", enable_prefix_caching=False)._engine
     submitted(engine, [{"max_tokens": 2}] * 3)
     while engine.has_work:  # so that the pools are large enough
         engine.step()
@@ -94,7 +94,7 @@ def test_an_admission_that_fails_is_made_up_for(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No prompt is processed in a slot that was not prepared; who has gone is passed over."""
-    engine = LLM(tiny.folder, draft_tokens=3, device="cpu")._engine
+    engine = LLM(tiny.folder, draft_tokens=3, device="cpu", enable_prefix_caching=False)._engine
     options = [{"temperature": 0.0, "max_tokens": 8}] * 3
     right = submitted(engine, options)
     while engine.has_work:
@@ -135,6 +135,7 @@ def test_admission_on_a_gpu_waits_for_nothing() -> None:
         enforce_eager=True,
         max_model_len=1024,
         max_num_seqs=8,
+        enable_prefix_caching=False,
     )
     engine = llm._engine
     options = [{**OPTIONS, "max_tokens": 9}, {**OPTIONS, "max_tokens": 70}, {"max_tokens": 200}]

@@ -118,3 +118,24 @@ def test_memory_is_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert llm._engine.allocator.num_live == 0
     info = llm.describe()
     assert info.num_requests_fit >= 1 and info.config.device.startswith("cuda")
+
+
+def test_prefixes_are_reused_and_requests_begin_anew() -> None:
+    """Captured steps, one ahead of the host; few pages, so that some requests are set back."""
+    source = held_out_prompts("code")[0].text
+    whole = LLM("bundled", **DEVICE, dtype="float32", enable_prefix_caching=False)
+    assert whole.tokenizer is not None
+    ids = whole.tokenizer.encode("\n".join([source] * 40))
+    prompts = [[*ids[:530], i + 1, *ids[: 7 * i]] for i in range(8)]
+    params = [replace(one, max_tokens=90) for one in MIXED]
+    right = whole.generate(prompt_token_ids=prompts, sampling_params=params)
+    llm = LLM("bundled", **DEVICE, dtype="float32")
+    engine = llm._engine
+    del engine.allocator._free_pages[:-24]
+    for _ in range(2):
+        found = llm.generate(prompt_token_ids=prompts, sampling_params=params)
+        for one, other in zip(right, found, strict=True):
+            assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    counters = engine.counters()
+    assert counters.num_preemptions > 0 and counters.prefix_hits >= 7 * 512
+    assert engine.allocator.num_free_pages == engine.pools.num_pages

@@ -68,7 +68,7 @@ def test_prompts_in_chunks_and_slots_in_turns(
         llm = LLM(tiny.folder, device="cpu", kv_layout=layout)
         llm._engine.allocator.max_slots = 2
         assert tokens(llm) == plain
-        assert llm._engine.pools.num_slots == 2
+        assert llm.counters().num_slots == 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

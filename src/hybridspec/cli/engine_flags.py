@@ -58,6 +58,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="random numbers as weights, to measure a geometry from config.json alone",
     )
     _add_engine(group)
+    _add_prefixes(group)
 
 
 def _add_engine(group: Any) -> None:
@@ -112,6 +113,22 @@ def _add_engine(group: Any) -> None:
         type=int,
         metavar="N",
         help="CPU threads, at most one a core (default: 1 for models as small as the bundled one)",
+    )
+
+
+def _add_prefixes(group: Any) -> None:
+    """Add whether prompts reuse what was computed of others."""
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=EngineConfig().enable_prefix_caching,
+        help="whether prompts reuse what was computed of others that begin alike (default: yes)",
+    )
+    group.add_argument(
+        "--prefix-states",
+        type=int,
+        metavar="N",
+        help="prefixes whose recurrent states are kept for that (default: at most 64)",
     )
 
 

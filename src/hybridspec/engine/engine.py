@@ -128,7 +128,7 @@ class Engine:
         return StepGraphs(
             self.runner.decoder,
             self.allocator,
-            ladder(min(self.pools.num_slots, MOST_CAPTURED)),
+            ladder(min(self.allocator.max_slots, MOST_CAPTURED)),
             asks=Asks(
                 uses=SamplingUses.everything(),
                 has_confidences=self.config.verify_rows is not None,
@@ -320,7 +320,8 @@ class Engine:
         try:
             if scheduler.prefilling:
                 with timed("prefill"):
-                    self.runner.prefill(scheduler.prefill_chunks())
+                    self.runner.prefill(chunks := scheduler.prefill_chunks())
+                    scheduler.keep_prefixes(chunks)
                 self._collect(self.run_ahead)
             if scheduler.running:
                 scheduler.grow(self.run_ahead + 1)
@@ -347,9 +348,11 @@ class Engine:
             num_prefilling=len(scheduler.prefilling),
             num_running=len(scheduler.running),
             slots_used=allocator.num_live,
-            num_slots=pools.num_slots,
+            num_slots=min(pools.num_slots, allocator.max_slots),
             pages_used=pools.num_pages - allocator.num_free_pages,
             num_pages=pools.num_pages,
+            states_used=len(allocator.prefixes),
+            num_states=allocator.prefixes.num_states,
         )
 
     def abort(self, request: Request, failure: Exception | None = None) -> None:

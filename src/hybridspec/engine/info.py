@@ -66,7 +66,9 @@ def describe(engine: Engine) -> EngineInfo:
     assert max_len is not None
     whole = specs.request_bytes() + kv_per_token * max_len
     if pools.device.type == "cuda":
-        fit = min(pools.num_slots, pools.num_pages // engine.allocator.pages_for(max_len))
+        fit = min(
+            engine.allocator.max_slots, pools.num_pages // engine.allocator.pages_for(max_len)
+        )
     else:
         fit = min(engine.allocator.max_slots, available_bytes(pools.device) // whole)
     return EngineInfo(

@@ -11,13 +11,13 @@ from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.counters import Counters
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.info import EngineInfo, describe
+from hybridspec.engine.memory import fitting_memory
 from hybridspec.engine.outputs import RequestOutput, StepOutput
 from hybridspec.engine.progress import show_progress
 from hybridspec.engine.prompts import prompt_list
 from hybridspec.engine.request import Request
 from hybridspec.engine.resolve import model_folder
 from hybridspec.engine.waiting import in_threads, run_requests
-from hybridspec.errors import CapacityError
 from hybridspec.models import ModelConfig, OnProgress, Tokenizer
 from hybridspec.models.chat import ChatTemplates, is_conversation
 from hybridspec.models.generation import sampling_defaults
@@ -71,6 +71,7 @@ class LLM:
         threads: CPU threads during a step; None is 1 for small models, else torch's own number.
         max_num_seqs: most requests at a time, 1..256; None is 64 on a CPU and 256 on a GPU.
         max_num_batched_tokens: most prompt rows of a pass; None is 2,048 (CPU) or 8,192 (GPU).
+        enable_prefix_caching, prefix_states: whether prompts reuse prefixes; most that are kept.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from: a folder, an id or "bundled".
@@ -109,6 +110,8 @@ class LLM:
         threads: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+        prefix_states: int | None = None,
         enforce_eager: bool = False,
         revision: str | None = None,
         tokenizer: str | Path | None = None,
@@ -141,6 +144,8 @@ class LLM:
             threads=threads,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            prefix_states=prefix_states,
             enforce_eager=enforce_eager,
             revision=revision,
             tokenizer=str(tokenizer) if isinstance(tokenizer, Path) else tokenizer,
@@ -150,13 +155,8 @@ class LLM:
         if on_progress is not None and not callable(on_progress):
             raise TypeError(f"on_progress: expected a function, got {on_progress!r}")
         folder = model_folder(model, has_weights=not dummy_weights, revision=revision)
-        try:
+        with fitting_memory(folder):
             self._engine = Engine(folder, config, on_progress=on_progress)
-        except RuntimeError as error:  # torch has a type for this on GPUs only
-            if "allocate" not in str(error) or isinstance(error, CapacityError):
-                raise
-            reason = str(error).strip().splitlines()[0]
-            raise CapacityError(f"model: {folder} does not fit the memory ({reason})") from error
 
     def __repr__(self) -> str:
         config = self.config

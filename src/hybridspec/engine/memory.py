@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -10,11 +13,13 @@ from hybridspec.config import EngineConfig
 from hybridspec.engine.resolve import Resolved
 from hybridspec.errors import CapacityError
 from hybridspec.models.layers import ATTENTION, PROMPT_ATTENTION
-from hybridspec.runtime import Allocator, Pools, available_host_bytes
+from hybridspec.runtime import Allocator, Pools, Prefixes, available_host_bytes
 
-__all__ = ["PoolPlan", "available_bytes", "make_pools", "plan_pools"]
+__all__ = ["PoolPlan", "available_bytes", "fitting_memory", "make_pools", "plan_pools"]
 
 _FIRST_PAGES = 16  # of pools that grow
+_NUM_STATES = 64  # kept for reuse, unless they take too much
+_STATES_ON_CPU = 256 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +28,28 @@ class PoolPlan:
 
     Attributes:
         num_slots, num_pages: as in Pools.
-        max_slots: most slots ever.
+        max_slots: most slots of requests ever.
+        num_states: most prefixes kept for reuse, each with the states of a slot.
         can_grow: whether the pools grow with use.
     """
 
     num_slots: int
     num_pages: int
     max_slots: int
+    num_states: int
     can_grow: bool
+
+
+@contextmanager
+def fitting_memory(folder: Path) -> Iterator[None]:
+    """Say that a model does not fit, where an allocation fails."""
+    try:
+        yield
+    except RuntimeError as error:  # torch has a type for this on GPUs only
+        if "allocate" not in str(error) or isinstance(error, CapacityError):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise CapacityError(f"model: {folder} does not fit the memory ({reason})") from error
 
 
 def make_pools(resolved: Resolved) -> tuple[Pools, Allocator]:
@@ -49,6 +68,7 @@ def make_pools(resolved: Resolved) -> tuple[Pools, Allocator]:
         pools,
         can_grow=plan.can_grow,
         max_slots=plan.max_slots,
+        prefixes=Prefixes(plan.num_states),
         has_clean_values="fa3" in attending,
         free_bytes=available_host_bytes if plan.can_grow else None,
     )
@@ -75,21 +95,23 @@ def plan_pools(resolved: Resolved) -> PoolPlan:
             num_slots=1,
             num_pages=min(max_pages, _FIRST_PAGES),
             max_slots=config.max_num_seqs,
+            num_states=_num_states(config, max(_STATES_ON_CPU // slot_bytes, 1)),
             can_grow=True,
         )
-    num_slots, num_pages = _sizes_on_gpu(config, device, slot_bytes, page_bytes)
+    num_slots, num_states, num_pages = _sizes_on_gpu(config, device, slot_bytes, page_bytes)
     return PoolPlan(
-        num_slots=num_slots,
-        num_pages=min(num_pages, num_slots * max_pages),
+        num_slots=num_slots + num_states,
+        num_pages=min(num_pages, (num_slots + num_states) * max_pages),
         max_slots=num_slots,
+        num_states=num_states,
         can_grow=False,
     )
 
 
 def _sizes_on_gpu(
     config: EngineConfig, device: torch.device, slot_bytes: int, page_bytes: int
-) -> tuple[int, int]:
-    """Return how many slots and pages the memory takes."""
+) -> tuple[int, int, int]:
+    """Return how many requests, prefixes and pages the memory takes."""
     free, total = torch.cuda.mem_get_info(device)
     most = config.max_num_seqs
     assert most is not None  # resolved
@@ -98,17 +120,25 @@ def _sizes_on_gpu(
         num_slots = min(most, budget // (slot_bytes + page_bytes))
         if num_slots < 1:
             raise CapacityError(_too_long(config, slot_bytes + page_bytes, budget))
-        return num_slots, num_slots
-    # Half for the fixed part of requests, at most; pages take what is left.
-    num_slots = min(most, budget // 2 // slot_bytes)
-    num_pages = (budget - num_slots * slot_bytes) // page_bytes
+        return num_slots, 0, num_slots
+    # Half for the fixed part of requests and for states, at most; pages take what is left.
+    num_states = _num_states(config, budget // 8 // slot_bytes)
+    num_slots = min(most, budget // 2 // slot_bytes - num_states)
+    num_pages = (budget - (num_slots + num_states) * slot_bytes) // page_bytes
     if num_slots < 1 or num_pages < 1:
         raise CapacityError(
             f"memory_fraction: {config.memory_fraction:g} of {total >> 20} MiB leaves "
             f"{budget >> 20} MiB for requests; one needs at least "
             f"{(slot_bytes + page_bytes) >> 20} MiB"
         )
-    return num_slots, num_pages
+    return num_slots, num_states, num_pages
+
+
+def _num_states(config: EngineConfig, most: int) -> int:
+    """Return of how many prefixes the states are kept."""
+    if not config.enable_prefix_caching:
+        return 0
+    return min(_NUM_STATES, most) if config.prefix_states is None else config.prefix_states
 
 
 def _too_long(config: EngineConfig, needed: int, budget: int) -> str:

@@ -138,6 +138,7 @@ def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False
             max_model_len=max_len,
             threads=_threads(config.threads, device, model.hidden_size),
             attention_backend=backends["paged_attention"][0],
+            enable_prefix_caching=_can_reuse_prefixes(config),
             max_num_seqs=config.max_num_seqs or _most_requests(device),
             max_num_batched_tokens=config.max_num_batched_tokens or _PROMPT_ROWS[device.type],
         ),
@@ -226,6 +227,16 @@ def _with_drafter(config: EngineConfig, *, has_mtp: bool, name: str) -> EngineCo
     origin = f" of {config.mtp_from or name}" if drafter == "mtp" else ""
     _log.info("drafter: %s%s", drafter, origin)
     return replace(config, drafter=drafter)
+
+
+def _can_reuse_prefixes(config: EngineConfig) -> bool:
+    """Whether prompts may begin with what was computed of others.
+
+    Where a page holds a whole request none can be shared, and chunks that begin elsewhere differ in
+    bits.
+    """
+    is_possible = config.kv_layout == "paged" and config.exact == "tokens"
+    return config.enable_prefix_caching and is_possible
 
 
 def _most_requests(device: torch.device) -> int:

@@ -118,14 +118,14 @@ class Runner:
         slots, limits, ends, places, tokens = (array("i") for _ in range(5))
         for request in admitted:
             history, wish = request.history, request.params.draft_tokens
-            num_pages = -(-len(history) // size)
+            first, end = request.num_prefilled // size, -(-len(history) // size)
             assert request.slot is not None
             slots.append(request.slot)
             limits.append(most if wish is None else min(wish, most))
             ends.append(request.max_tokens_in_logs - 1)
-            places.extend(self.allocator.pages_of(request.slot)[:num_pages])
-            tokens.extend(history)
-            tokens.extend([0] * (num_pages * size - len(history)))
+            places.extend(self.allocator.pages_of(request.slot)[first:end])
+            tokens.extend(history[first * size :])
+            tokens.extend([0] * (end * size - len(history)))
         numbers, draft_limit, last_position, at, ids = upload_parts(
             [slots, limits, ends, places, tokens], pools.device
         )

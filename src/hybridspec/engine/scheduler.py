@@ -4,6 +4,9 @@ First come, first served. A request is admitted when a slot and the pages of its
 and takes pages as it grows. Where they run out, the request that came last is set back: it gives up
 what it has and waits, in front of all others that wait, to be computed anew. So the one that came
 first always finishes.
+
+A prompt begins with the longest prefix that is kept of others; where one in work will bring a
+longer one, it waits for that.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from hybridspec.engine.request import Request
 from hybridspec.engine.runner import Runner
-from hybridspec.runtime import Allocator
+from hybridspec.runtime import Allocator, prefix_keys
 
 __all__ = ["Scheduler"]
 
@@ -49,6 +53,7 @@ class Scheduler:
         self.max_prompt_rows = max_prompt_rows
         self.max_chunk = min(max_chunk, max_prompt_rows)
         self.is_set_back = is_set_back
+        self.page_size = allocator.pools.page_size
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
@@ -90,18 +95,26 @@ class Scheduler:
 
     def _place(self, request: Request) -> bool:
         """Give a request its room, and say whether there is any; an error leaves none taken."""
+        if request.prefill_end != request.num_tokens:
+            self._plan_prefill(request)
+        prefixes, keys = self.allocator.prefixes, request.prefix_keys
+        if request.params.prompt_logprobs is not None and request.index == 0:
+            keys = []  # its rows are reported on
+        if prefixes.is_expected(keys):
+            return False
+        prefix = prefixes.find(keys)
         # The prefill brings a token and drafts; who is there already can take a page before that.
         most_drafts = self.runner.decoder.requests.most_drafts
         tokens = request.max_tokens_in_logs
         if self.is_set_back:
             tokens = min(request.num_tokens + most_drafts + 1, tokens)
         growing = sum(one.room < one.max_tokens_in_logs for one in self._live)
-        slot = self.allocator.acquire(tokens, num_spare=growing)
+        slot = self.allocator.acquire(tokens, prefix=prefix, num_spare=growing)
         if slot is None:
             return False
         request.slot, request.admission = slot, next(self._admissions)
         request.room = self.allocator.room_of(slot)
-        request.num_prefilled, request.prefill_end = 0, request.num_tokens
+        request.num_prefilled = 0 if prefix is None else len(prefix.pages) * self.page_size
         has_room = False
         try:
             has_room = self.runner.admit(request)
@@ -109,7 +122,40 @@ class Scheduler:
             if not has_room:
                 request.slot = None
                 self.allocator.release(slot)
+        if has_room:
+            self._expect_prefixes(request, slot)
         return has_room
+
+    def _plan_prefill(self, request: Request) -> None:
+        request.prefill_end, request.prefix_keys = request.num_tokens, []
+        if self.allocator.prefixes.num_states:
+            request.prefix_keys = prefix_keys(request.history, self.page_size)
+
+    def _expect_prefixes(self, request: Request, slot: int) -> None:
+        """Note which prefixes a prefill will bring; who begins alike waits for them."""
+        counters, begin, size = self.runner.counters, request.num_prefilled, self.page_size
+        counters.prefix_queries += request.prefill_end if request.prefix_keys else 0
+        counters.prefix_hits += begin
+        ends = range(begin - begin % self.max_chunk, request.prefill_end, self.max_chunk)
+        borders = {*ends, len(request.prefix_keys) * size}
+        keys = [
+            request.prefix_keys[end // size - 1]
+            for end in sorted(borders)
+            if begin < end <= len(request.prefix_keys) * size and end % size == 0
+        ]
+        self.allocator.prefixes.expect(keys, slot)
+
+    def keep_prefixes(self, chunks: Sequence[tuple[Request, int]]) -> None:
+        """Keep the states at the borders of pages that some prefills have just reached."""
+        size, borders = self.page_size, []
+        for request, _ in chunks:
+            count, rest = divmod(request.num_prefilled, size)
+            if request.slot is not None and rest == 0 and count <= len(request.prefix_keys):
+                borders.append(
+                    (request.slot, request.num_prefilled, request.prefix_keys[count - 1])
+                )
+        self.allocator.keep(borders)
+        self.runner.fit_tables()
 
     @property
     def _live(self) -> list[Request]:
@@ -160,14 +206,16 @@ class Scheduler:
     def prefill_chunks(self) -> list[tuple[Request, int]]:
         """The requests whose prompts go on now, in order, and how many rows of each.
 
-        Chunks end at multiples of `max_chunk`, so they are the same whatever else is running.
+        Chunks end at multiples of `max_chunk`, and at the last border of a page that leaves a row,
+        whose states are kept for reuse: they are the same whatever else is running.
         """
         chunks = []
         budget = self.max_chunk if self.running else self.max_prompt_rows
         for request in self.prefilling:
             first = request.num_prefilled
             border = first - first % self.max_chunk + self.max_chunk
-            rows = min(request.prefill_end, border) - first
+            last = len(request.prefix_keys) * self.page_size
+            rows = min(last if last > first else request.prefill_end, border) - first
             if rows > budget:
                 break
             chunks.append((request, rows))
