@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from hybridspec.cli.arguments import engine_options, parse
+from hybridspec.config import EngineConfig
 
 
 def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
@@ -35,6 +39,16 @@ def test_replicas_need_their_extra() -> None:
     assert refused.stderr == (
         "hybridspec: error: ray is not installed: pip install 'hybridspec[cluster]'\n"
     )
+
+
+def test_every_option_of_an_engine_has_a_flag() -> None:
+    flags = vars(parse(["serve"]))
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert fields - flags.keys() == {"seed"}  # which is a request's
+    words = ["--max-num-seqs", "3", "--max-num-batched-tokens", "64", "--enforce-eager"]
+    options = engine_options(parse(["serve", *words]))
+    assert options["max_num_seqs"] == 3 and options["max_num_batched_tokens"] == 64
+    assert options["enforce_eager"] and options["draft_vocab"] is None
 
 
 @pytest.mark.parametrize(

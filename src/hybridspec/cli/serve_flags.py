@@ -75,6 +75,35 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let requests bring templates of their own",
     )
+    _add_batch_flags(parser)
+
+
+def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what matters to an engine with many requests at a time."""
+    group = parser.add_argument_group("batches")
+    group.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="requests that run at the same time; others wait (default: 64 on a CPU, 256 on a GPU)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="prompt rows of a forward pass (default: 2048 on a CPU, 8192 on a GPU)",
+    )
+    group.add_argument(
+        "--draft-vocab",
+        metavar="FILE",
+        help="the draft head chooses from these words: a JSON file of ids, or a text whose most "
+        "frequent ones are taken (default: all)",
+    )
+    group.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="run steps on a GPU operator by operator, without CUDA graphs",
+    )
 
 
 def _positive(text: str) -> float:
