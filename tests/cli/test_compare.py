@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from helpers.fake_engine import SCRIPT, FakeLLM, ScriptedStep
 from hybridspec.bundled import held_out_prompts
 from hybridspec.cli import loading
-from hybridspec.cli.compare import first_difference
+from hybridspec.cli.compare import Pair, first_difference
+from hybridspec.speculate.logprobs import Logprob
 
 PLAIN = [ScriptedStep(drafted="", accepted=0, then=c) for c in "bcdef\nz"]
 
@@ -145,3 +149,24 @@ def test_wrong_calls(cli: Callable, engines: dict[int, FakeLLM], words: tuple[st
 )
 def test_first_difference(left: list[int], right: list[int], expected: int | None) -> None:
     assert first_difference(left, right) == expected
+
+
+def test_bits_are_compared(cli: Callable) -> None:
+    outcome = cli(
+        "compare", "import os", "--exact", "bitwise", "--max-tokens", "12", "--ignore-eos"
+    )
+    said = re.search(r"log-probabilities: ([\d,]+) compared bit for bit, 0 differ", outcome.out)
+    assert int(said[1].replace(",", "")) % 12 == 0
+    assert outcome.status == 0
+
+
+def test_a_bit_that_differs_is_counted() -> None:
+    def output(*reports: dict[int, float]) -> SimpleNamespace:
+        named = [{token: Logprob(value, 1) for token, value in one.items()} for one in reports]
+        return SimpleNamespace(outputs=[SimpleNamespace(logprobs=named)])
+
+    plain = output({1: -0.5, 2: -1.0}, {3: -0.25, 4: -2.0})
+    other = output({1: -0.5, 2: -1.0 - 2**-52}, {3: -0.25, 5: -2.0})
+    pair = Pair(name="", plain=plain, speculative=other, is_synthetic=False)  # type: ignore[arg-type]
+    assert pair.logprobs == (5, 3)
+    assert dataclasses.replace(pair, speculative=plain).logprobs == (4, 0)

@@ -20,6 +20,7 @@ from helpers.tolerances import assert_same
 from helpers.torch_globals import GLOBALS
 from hybridspec.ops import causal_conv1d, paged_attention
 from hybridspec.ops.norms import gdn_gates
+from hybridspec.ops.products import multiply
 from hybridspec.ops.rotary import norm_and_rotate
 from hybridspec.ops.sampling import gumbel_noise
 from hybridspec.ops.verify_plan import cpu
@@ -57,6 +58,12 @@ def experts() -> Run:
     return lambda: [call.run("reference")]
 
 
+def product() -> Run:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 16, generator=generator) for n in (5, 7))
+    return lambda: [multiply(x, weight, dtype=torch.float16)]
+
+
 def gates() -> Run:
     x, weight = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)), torch.ones(16)
     return lambda: list(gdn_gates(x, x, weight, weight, 2.0))
@@ -85,6 +92,7 @@ OPS: dict[str, Callable[[], Run]] = {
     "paged_attention.prefill": lambda: attention("prefill", max_seqlen=4),
     "norm_and_rotate": rotary,
     "experts.mix": experts,
+    "products.multiply": product,
     "gdn_gates": gates,
     "sampling": sampling,
     "plan_step": plan,

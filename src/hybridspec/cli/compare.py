@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Pair", "first_difference", "run"]
 
 _NAME_WIDTH = 32
+_MOST_LOGPROBS = 1024  # of a position, the most likely ones; more would take long to hand over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,18 @@ class Pair:
         )
 
     @property
+    def logprobs(self) -> tuple[int, int]:
+        """How many log-probabilities were compared, and how many of them differ in a bit."""
+        compared = differing = 0
+        reports = [output.outputs[0].logprobs or [] for output in (self.plain, self.speculative)]
+        for left, right in zip(*reports, strict=False):
+            for token in left.keys() | right.keys():
+                values = [one[token].logprob for one in (left, right) if token in one]
+                compared += 1
+                differing += len(values) < 2 or values[0] != values[1]
+        return compared, differing
+
+    @property
     def ratio(self) -> float | None:
         """How many times faster the tokens came; None if there were no steps to time."""
         plain, speculative = _tokens_per_second(self.plain), _tokens_per_second(self.speculative)
@@ -76,7 +90,7 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out the command; returns the exit status, 1 if tokens differ."""
+    """Carry out the command; returns the exit status, 1 if tokens or bits differ."""
     if arguments.drafter == "none":
         raise UsageError("--drafter: expected another than none to compare with plain decoding")
     if arguments.draft_tokens == 0:
@@ -93,6 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
             speculative.stream(prompt.text, params, prompt_token_ids=prompt.token_ids)
     for llm in (plain, speculative):
         loading.warm_up(llm)
+    if arguments.exact == "bitwise" and speculative.config.acceptance is None:
+        count = min(plain.model_config.vocab_size, _MOST_LOGPROBS)
+        params = dataclasses.replace(params, logprobs=count)
     console = PlainConsole(quiet=arguments.json)
     if speculative.config.dummy_weights:
         console.print(f"weights: {DUMMY_WEIGHTS}", style="bold", soft_wrap=True)
@@ -111,7 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(as_json(pairs, speculative), allow_nan=False))
     else:
         _print_summary(console, pairs, speculative)
-    return 0 if all(pair.difference is None for pair in pairs) else 1
+    is_same = all(pair.difference is None and pair.logprobs[1] == 0 for pair in pairs)
+    return 0 if is_same else 1
 
 
 def _prompts(arguments: argparse.Namespace) -> list[Prompt]:
@@ -177,6 +195,11 @@ def _ratios(pairs: Sequence[Pair]) -> list[float]:
     return sorted(pair.ratio for pair in pairs if pair.ratio is not None)
 
 
+def _logprobs(pairs: Sequence[Pair]) -> tuple[int, int]:
+    counts = [pair.logprobs for pair in pairs]
+    return sum(compared for compared, _ in counts), sum(differing for _, differing in counts)
+
+
 def _committed_per_step(pairs: Sequence[Pair]) -> float | None:
     committed = [n for pair in pairs for n in pair.speculative.stats.committed_per_step]
     return sum(committed) / len(committed) if committed else None
@@ -199,6 +222,13 @@ def _print_summary(console: Console, pairs: Sequence[Pair], llm: LLM) -> None:
         console.print(verdict, style="bold red", soft_wrap=True)
     else:
         console.print(f"tokens identical in all {len(pairs)} runs", style="green", soft_wrap=True)
+    compared, differing = _logprobs(pairs)
+    if compared:
+        console.print(
+            f"log-probabilities: {compared:,} compared bit for bit, {differing:,} differ",
+            style="bold red" if differing else "green",
+            soft_wrap=True,
+        )
     ratios, per_step = _ratios(pairs), _committed_per_step(pairs)
     if ratios and per_step is not None:
         console.print(
@@ -223,6 +253,9 @@ def as_json(pairs: Sequence[Pair], llm: LLM) -> dict[str, Any]:
         "identical": None
         if llm.config.acceptance is not None
         else all(pair.difference is None for pair in pairs),
+        "exact": llm.config.exact,
+        "logprobs_compared": _logprobs(pairs)[0],
+        "logprobs_differing": _logprobs(pairs)[1],
         "ratio": statistics.median(ratios) if ratios else None,
         "ratio_lowest": ratios[0] if ratios else None,
         "ratio_highest": ratios[-1] if ratios else None,

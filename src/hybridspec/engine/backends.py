@@ -10,8 +10,15 @@ import torch
 from hybridspec.errors import UnsupportedError
 from hybridspec.models import ModelConfig
 from hybridspec.models.hybrid import MIXERS
-from hybridspec.models.layers import ATTENTION, PROMPT_ATTENTION
+from hybridspec.models.layers import (
+    ATTENTION,
+    CAUSAL_CONV1D,
+    GATED_DELTA_RULE,
+    NORM_AND_ROTATE,
+    PROMPT_ATTENTION,
+)
 from hybridspec.models.mlp import MoeMlp
+from hybridspec.models.products import PRODUCTS
 from hybridspec.ops.sampling import explain_choose
 from hybridspec.runtime import MemorySpecs, Pools
 
@@ -21,6 +28,16 @@ EXPERTS = "experts"
 
 _log = logging.getLogger("hybridspec")
 _SERVES = "serves this device, these dtypes and sizes"
+# By op: the backend whose sums have one order, whatever the batch, the drafts and the load.
+_ORDERED = {
+    GATED_DELTA_RULE: "ordered",
+    CAUSAL_CONV1D: "triton",
+    ATTENTION: "pieces",
+    PROMPT_ATTENTION: "triton",
+    NORM_AND_ROTATE: "triton",
+}
+_ONLY_ORDERED = ("ordered", "pieces")  # of those, backends that serve nothing else
+_IN_ORDER = "adds up in one order, whatever else a step holds"
 _SAMPLE_PAGE = 64  # rows; no backend looks at more of a page
 
 Choices = dict[str, tuple[str, str]]  # by op: the backend and the reason
@@ -35,6 +52,7 @@ def choose_backends(
     max_pages_per_slot: int,
     attention: str,
     max_verify_tokens: int,
+    is_ordered: bool = False,
 ) -> Choices:
     """Choose what serves each op of a model's layers, once for all steps.
 
@@ -48,6 +66,7 @@ def choose_backends(
         page_size, max_pages_per_slot: of keys and values.
         attention: "auto", or what has to attend in verify steps.
         max_verify_tokens: most rows of a request in a verify step.
+        is_ordered: whether only backends will do that add up in an order that no load changes.
 
     Returns:
         For each op the backend and the reason, also why not the others.
@@ -69,6 +88,11 @@ def choose_backends(
     choices: Choices = {}
     for kind, memory in zip(by_kind, sample.memories, strict=True):
         for op, refusals in MIXERS[kind].refusals(model, memory, max_verify_tokens).items():
+            if is_ordered:
+                choices[op] = _ordered_choice(op, refusals)
+                continue
+            for name in _ONLY_ORDERED:
+                refusals.pop(name, None)
             requested = _requested(op, attention, refusals)
             if refusals.get(requested) is not None:
                 raise UnsupportedError(
@@ -82,9 +106,21 @@ def choose_backends(
     if model.moe is not None:
         refusals = MoeMlp.refusals(model, device, specs.options.dtype)
         choices[EXPERTS] = _choice(refusals, "auto", is_asked_for=False)
+    if is_ordered:
+        choices[PRODUCTS] = ("ordered", _IN_ORDER)
     choices["sampling"] = _choice(explain_choose(device), "auto", is_asked_for=False)
     _log.info("attention: %s, prompts: %s", choices[ATTENTION][0], choices[PROMPT_ATTENTION][0])
     return choices
+
+
+def _ordered_choice(op: str, refusals: Mapping[str, str | None]) -> tuple[str, str]:
+    """Return the backend of an op whose sums have one order."""
+    name = _ORDERED[op]
+    if refusals[name] is not None:
+        raise UnsupportedError(
+            f"exact: 'bitwise' needs {op} {name!r}, which cannot serve: {refusals[name]}"
+        )
+    return name, _IN_ORDER
 
 
 def _requested(op: str, attention: str, refusals: Mapping[str, str | None]) -> str:

@@ -17,7 +17,7 @@ from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.backends import EXPERTS
 from hybridspec.engine.counters import Counters
 from hybridspec.engine.drafting import make_drafter
-from hybridspec.engine.exactness import is_row_by_row
+from hybridspec.engine.exactness import check_products, is_row_by_row
 from hybridspec.engine.graphs import StepGraphs, ladder
 from hybridspec.engine.interrupts import interrupts_wait
 from hybridspec.engine.isolation import ProcessGuard, torch_defaults
@@ -123,12 +123,15 @@ class Engine:
         return is_device and drafter is None and not reads and not self.config.enforce_eager
 
     def _captured(self, drafter: ListDrafter | None) -> StepGraphs | None:
+        sizes = ladder(min(self.allocator.max_slots, MOST_CAPTURED))
+        most_rows, budget = self.runner.decoder.most_rows, self.config.verify_rows
+        check_products(self.model, [most_rows(size, budget) for size in sizes])
         if not self._can_capture(drafter):
             return None
         return StepGraphs(
             self.runner.decoder,
             self.allocator,
-            ladder(min(self.allocator.max_slots, MOST_CAPTURED)),
+            sizes,
             asks=Asks(
                 uses=SamplingUses.everything(),
                 has_confidences=self.config.verify_rows is not None,

@@ -5,13 +5,23 @@ Drafts, batch and load must not change one bit of a logit: docs/exactness.md say
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hybridspec.config import EngineConfig
 from hybridspec.errors import UnsupportedError
-from hybridspec.models import ModelConfig
+from hybridspec.models import HybridModel, ModelConfig
+from hybridspec.models.products import OrderedProducts
+from hybridspec.ops.products import explain_order, rows_as_torch
 
-__all__ = ["ALIGNED_WINDOW", "check_bitwise", "describe_exactness", "is_row_by_row"]
+__all__ = [
+    "ALIGNED_WINDOW",
+    "check_bitwise",
+    "check_products",
+    "describe_exactness",
+    "is_row_by_row",
+]
 
 # Rows of a window, which no step's rows cross the end of: the longer, the fewer drafts are cut, and
 # window and rows of a step fit the ring's 32.
@@ -32,6 +42,10 @@ def check_bitwise(
             config.attention_backend == "fa3",
             "FlashAttention-3 splits keys by the load of the device",
         ),
+        "attention_backend, device": (
+            config.attention_backend == "reference" and device.type != "cpu",
+            "plain PyTorch promises no order of its sums",
+        ),
         "kv_layout": (
             config.kv_layout == "contiguous" and device.type != "cpu",
             "only attention over pages adds up in a fixed order",
@@ -45,11 +59,35 @@ def check_bitwise(
             model.moe is not None and device.type != "cpu",
             "the products of a mixture of experts are split by the rows of each expert",
         ),
-        "device": (device.type != "cpu", "its kernels add up in an order that follows the load"),
     }
     for name, (is_refused, reason) in refused.items():
         if is_refused:
             raise UnsupportedError(f"exact: 'bitwise' does not go with this {name}: {reason}")
+    if device.type != "cpu" and torch.cuda.get_device_capability(device) != (9, 0):
+        raise UnsupportedError(
+            "exact: 'bitwise' does not go with this device: prompts run by kernels that have fixed "
+            "configurations on Hopper only"
+        )
+
+
+def check_products(model: HybridModel, row_counts: Sequence[int]) -> None:
+    """Look at how the device adds up products of each weight's shape.
+
+    Args:
+        model: one that is multiplied torch's way is not looked at.
+        row_counts: of captured steps; where torch's product has the same bits, it is taken.
+
+    Raises:
+        UnsupportedError: if the bits of a row depend on how many rows there are.
+    """
+    products = model.products
+    if not isinstance(products, OrderedProducts):
+        return
+    for shape, weight in {weight.shape: weight for weight in model.matrices()}.items():
+        reason = explain_order(weight)
+        if reason is not None:
+            raise UnsupportedError(f"exact: 'bitwise' does not go with this device: {reason}")
+        products.as_torch |= {(shape, count) for count in rows_as_torch(weight, row_counts)}
 
 
 def describe_exactness(config: EngineConfig) -> str:

@@ -20,6 +20,7 @@ from hybridspec.engine.exactness import ALIGNED_WINDOW, check_bitwise
 from hybridspec.errors import UnsupportedError
 from hybridspec.models import ModelConfig, find_model, read_facts
 from hybridspec.models.hybrid import memory_specs
+from hybridspec.models.layers import ATTENTION
 from hybridspec.runtime import MemoryOptions, MemorySpecs
 
 __all__ = ["Resolved", "model_folder", "resolve"]
@@ -128,7 +129,9 @@ def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False
         max_pages_per_slot=max_pages,
         attention=config.attention_backend,
         max_verify_tokens=config.draft_tokens + 1,
+        is_ordered=config.exact == "bitwise" and device.type != "cpu",
     )
+    attention = backends[ATTENTION][0]
     return Resolved(
         config=replace(
             config,
@@ -137,7 +140,7 @@ def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False
             state_dtype=_name(state_dtype),
             max_model_len=max_len,
             threads=_threads(config.threads, device, model.hidden_size),
-            attention_backend=backends["paged_attention"][0],
+            attention_backend="triton" if attention == "pieces" else attention,
             enable_prefix_caching=_can_reuse_prefixes(config),
             max_num_seqs=config.max_num_seqs or _most_requests(device),
             max_num_batched_tokens=config.max_num_batched_tokens or _PROMPT_ROWS[device.type],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from hybridspec.models.layers import (
     Rows,
 )
 from hybridspec.models.mtp import MtpHead
+from hybridspec.models.products import BLAS, Products
 from hybridspec.models.weights import MTP_PREFIX, WeightReader, embedding_name
 from hybridspec.ops.norms import RmsNorm
 from hybridspec.ops.verify_plan import Step
@@ -37,6 +38,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "attention": AttentionLayer,
 }  # by their names in the config
 
+_MATRICES = ("in_weight", "out_weight", "gate_up_weight", "down_weight")
 _Files = Checkpoint | DummyCheckpoint
 
 # What a draft head's tensors mean depends on these, and shapes do not tell all of them.
@@ -58,6 +60,7 @@ class HybridModel:
         rotary: shared by all attention layers.
         num_parameters: weights in the files, the draft head's included.
         mtp: the draft head, or None where the checkpoint has none.
+        products: how rows are multiplied with weights.
     """
 
     config: ModelConfig
@@ -70,10 +73,18 @@ class HybridModel:
     rotary: Rotary
     num_parameters: int
     mtp: MtpHead | None
+    products: Products = BLAS
 
     def memory_specs(self, options: MemoryOptions, *, has_head: bool = True) -> MemorySpecs:
         """State the memories that requests need, the draft head's included if it is run."""
         return memory_specs(self.config, options, has_head=has_head and self.mtp is not None)
+
+    def matrices(self) -> Iterator[Tensor]:
+        """Yield the weights [F, D] of the trunk and the LM head that rows are multiplied with."""
+        for layer in self.layers:
+            for part in (layer.mixer, layer.mlp):
+                yield from (getattr(part, name) for name in _MATRICES if hasattr(part, name))
+        yield self.head
 
     def forward(self, step: Step, memories: Sequence[Any]) -> Tensor:
         """Run the trunk over packed rows and append them to the logs of their slots.
@@ -96,10 +107,10 @@ class HybridModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the LM head's logits [N, vocab] of hidden states [N, D], fp32 (fp64 if fp64).
 
-        Numerics: a matrix product in the model's dtype, then widened.
+        Numerics: a matrix product in the model's dtype, then widened; with sums in one order the
+            product's sums as they are.
         """
-        logits = F.linear(hidden, self.head)
-        return logits if logits.dtype is torch.float64 else logits.float()
+        return self.products.logits(hidden, self.head)
 
 
 def memory_specs(config: ModelConfig, options: MemoryOptions, *, has_head: bool) -> MemorySpecs:
@@ -173,6 +184,7 @@ def load_model(
         rotary=rotary,
         num_parameters=0,
         mtp=_load_mtp(reader, embedding, rotary) if reader.has_mtp else None,
+        products=reader.products,
     )
     sources = {checkpoint, mtp_checkpoint}
     for source in sources:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybridspec.models.config import ModelConfig
 from hybridspec.models.mlp import Mlp, MoeMlp
+from hybridspec.models.products import BLAS, Products
 from hybridspec.ops import causal_conv1d, gated_delta_rule, paged_attention, rotary
 from hybridspec.ops.activations import sigmoid_gate
 from hybridspec.ops.norms import RmsNorm, widened
@@ -123,6 +123,7 @@ class GdnLayer:
         norm: gated norm over V.
         out_weight: [D, HV V].
         conv_backend, rule_backend: what runs the convolution and the rule of rows to verify.
+        products: how rows are multiplied with weights.
     """
 
     config: ModelConfig
@@ -134,6 +135,7 @@ class GdnLayer:
     out_weight: Tensor
     conv_backend: str
     rule_backend: str
+    products: Products = BLAS
 
     @staticmethod
     def memory_spec(config: ModelConfig, options: MemoryOptions) -> MemorySpec:
@@ -183,13 +185,13 @@ class GdnLayer:
         keys, values = (-1, g.num_key_heads, g.key_dim), (-1, g.num_value_heads, g.value_dim)
         q_size, v_size = keys[1] * keys[2], values[1] * values[2]
         # split_with_sizes and view have no Python layer above them, unlike split and unflatten.
-        qkv, z, b, a = F.linear(x, self.in_weight).split_with_sizes(
+        qkv, z, b, a = self.products.linear(x, self.in_weight).split_with_sizes(
             (g.conv_dim, v_size, g.num_value_heads, g.num_value_heads), -1
         )
         q, k, v = self._convolve(qkv, step, memory).split_with_sizes((q_size, q_size, v_size), -1)
         y = self._mix(q.view(keys), k.view(keys), v.view(values), a, b, step, memory)
         y = self.norm.forward_gated(y, z.view(values))
-        return residual.addmm_(y.flatten(-2), self.out_weight.t())
+        return self.products.add(residual, y.flatten(-2), self.out_weight)
 
     def _convolve(self, qkv: Tensor, step: Step, memory: GdnMemory) -> Tensor:
         logs = (
@@ -258,6 +260,7 @@ class AttentionLayer:
         out_weight: [D, Hq d].
         verify_backend, prefill_backend: what attends for rows to verify and for prompt rows.
         rotary_backend: what norms and rotates heads on a GPU.
+        products: how rows are multiplied with weights.
     """
 
     config: ModelConfig
@@ -267,6 +270,7 @@ class AttentionLayer:
     verify_backend: str
     prefill_backend: str
     rotary_backend: str
+    products: Products = BLAS
 
     @staticmethod
     def memory_spec(config: ModelConfig, options: MemoryOptions) -> MemorySpec:
@@ -301,7 +305,7 @@ class AttentionLayer:
         """Add what rows [N, D] find in their requests' pages to others; appends there first."""
         c, step = self.config, rows.step
         q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        qk, v, gate = F.linear(x, self.in_weight).split_with_sizes(
+        qk, v, gate = self.products.linear(x, self.in_weight).split_with_sizes(
             (q_size + kv_size, kv_size, q_size), -1
         )
         q, k = self._norm_and_rotate(qk, rows.rotary).split_with_sizes(
@@ -322,7 +326,7 @@ class AttentionLayer:
             )
         y = y.flatten(-2)
         y = sigmoid_gate(y, gate, out=y) if y.is_cuda else y.mul_(gate.sigmoid())
-        return residual.addmm_(y, self.out_weight.t())
+        return self.products.add(residual, y, self.out_weight)
 
     def _norm_and_rotate(self, qk: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         weight = self.qk_norm.weight

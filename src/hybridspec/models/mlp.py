@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridspec.models.config import ModelConfig, MoeConfig
+from hybridspec.models.products import BLAS, Products
 from hybridspec.ops import experts
 from hybridspec.ops.activations import swiglu
 
@@ -21,11 +22,12 @@ class Mlp:
 
     gate_up_weight: Tensor
     down_weight: Tensor
+    products: Products = BLAS
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return the MLP's output, [N, D], added to `residual`."""
-        y = _gated(F.linear(x, self.gate_up_weight))
-        return residual.addmm_(y, self.down_weight.t())
+        y = _gated(self.products.linear(x, self.gate_up_weight))
+        return self.products.add(residual, y, self.down_weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

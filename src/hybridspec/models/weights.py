@@ -28,6 +28,7 @@ from hybridspec.models.layers import (
     GdnLayer,
 )
 from hybridspec.models.mlp import Mlp, MoeMlp
+from hybridspec.models.products import PRODUCTS, Products, products_of
 from hybridspec.ops.experts import Matrices
 from hybridspec.ops.norms import RmsNorm
 
@@ -58,6 +59,7 @@ class WeightReader:
         dtype: dtype of matrices and activations.
         device: where tensors go.
         backends: by op, what the layers use; "auto" for others.
+        products: how rows are multiplied with weights.
     """
 
     checkpoint: Checkpoint | DummyCheckpoint
@@ -66,8 +68,12 @@ class WeightReader:
     dtype: torch.dtype
     device: torch.device
     backends: Mapping[str, str]
+    products: Products = field(init=False)
     # One for all blocks: what is allocated and freed between tensors that stay leaves holes.
     _scratch: Tensor = field(init=False, default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def __post_init__(self) -> None:
+        self.products = products_of(self.backends.get(PRODUCTS, "auto"))
 
     @property
     def vector_dtype(self) -> torch.dtype:
@@ -207,6 +213,7 @@ class WeightReader:
     def _mlp(self, prefix: str, ffn_size: int) -> Mlp:
         parts = {f"{prefix}gate_proj.weight": ffn_size, f"{prefix}up_proj.weight": ffn_size}
         return Mlp(
+            products=self.products,
             gate_up_weight=self._stacked(parts),
             down_weight=self._matrix(
                 f"{prefix}down_proj.weight", self.config.hidden_size, ffn_size
@@ -272,6 +279,7 @@ class WeightReader:
             ),
             conv_backend=self.backends.get(CAUSAL_CONV1D, "auto"),
             rule_backend=self.backends.get(GATED_DELTA_RULE, "auto"),
+            products=self.products,
         )
 
     def _gdn_projections(self, prefix: str) -> Tensor:
@@ -335,4 +343,5 @@ class WeightReader:
             verify_backend=self.backends.get(ATTENTION, "auto"),
             prefill_backend=self.backends.get(PROMPT_ATTENTION, "auto"),
             rotary_backend=self.backends.get(NORM_AND_ROTATE, "auto"),
+            products=self.products,
         )

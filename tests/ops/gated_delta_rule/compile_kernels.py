@@ -5,6 +5,7 @@ Prints registers, spills and shared memory as JSON.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 
@@ -18,9 +19,11 @@ from hybridspec.ops.causal_conv1d import triton_prefill as conv_prefill
 from hybridspec.ops.causal_conv1d import triton_verify as conv
 from hybridspec.ops.gated_delta_rule import (
     launch,
+    launch_ordered,
     prefix,
     triton_fold,
     triton_one_token,
+    triton_ordered,
     triton_verify,
 )
 from hybridspec.ops.ring import triton_block_cursors, triton_copies, triton_cursors
@@ -142,13 +145,40 @@ def small_variants():
     yield conv_prefill.prefill_kernel, constants | {"ROWS": 16, "bias_ptr": None}, pointers, 4
 
 
+def ordered_variants():
+    """Yield the verify kernel with sums in one order, as `launch_ordered` calls it."""
+    for state in (BF16, F32):
+        yield (
+            triton_ordered.ordered_verify_kernel,
+            {"H": 2, "HV": 6, "K": 128, "V": 128, "RING": 32}
+            | {
+                "WINDOW": 32,
+                "TOKENS": 16,
+                "BLOCK_K": 64,
+                "BLOCK_V": 32,
+                "STAGES": launch_ordered.STAGES,
+                "LINES": 32 * 128 * state.itemsize // 128,
+                "STATE_OPERAND": TRITON[state],
+                "RING_OPERAND": TRITON[BF16],
+                "PRECISION": "tf32",
+                "USE_L2NORM": True,
+            },
+            dict.fromkeys((*ROWS, "ring_k_ptr", "ring_u_ptr"), BF16)
+            | {"state_ptr": state}
+            | dict.fromkeys((*PARAMETERS, "ring_decay_ptr"), F32),
+            launch_ordered.WARPS,
+        )
+
+
 def reports(capability: int):
     """Compile everything for one capability."""
     named = {"is_fold_ptr": "*i8", "scale": "fp32", "beta_scale": "fp32", **STRIDES}
     for constants, pointers, options in verify_variants(capability):
         types = {name: f"*{NAMES[dtype]}" for name, dtype in pointers.items()}
         yield compiled(triton_verify.verify_kernel, constants, named | types, capability, options)
-    for kernel, constants, pointers, num_warps in small_variants():
+    for kernel, constants, pointers, num_warps in itertools.chain(
+        small_variants(), ordered_variants()
+    ):
         types = {name: f"*{NAMES[dtype]}" for name, dtype in pointers.items()}
         yield compiled(kernel, constants, named | types, capability, {"num_warps": num_warps})
 

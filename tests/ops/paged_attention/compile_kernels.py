@@ -11,7 +11,14 @@ import sys
 import torch
 
 from helpers.triton_resources import compiled
-from hybridspec.ops.paged_attention import launch, launch_prefill, triton_prefill, triton_verify
+from hybridspec.ops._triton_support import round_up_to_power_of_two
+from hybridspec.ops.paged_attention import (
+    launch,
+    launch_prefill,
+    triton_pieces,
+    triton_prefill,
+    triton_verify,
+)
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # query heads, key heads, D, rows of a request, page size, dtype
@@ -44,6 +51,16 @@ def variants(capability: int):
             (triton_verify.finish_kernel, sizes.finish, launch.FINISH_WARPS),
         ):
             yield kernel, constants, types, {"num_warps": num_warps}
+        constants = {
+            "HEADS": heads, "GROUP": group, "D": head_dim, "PAGE_SIZE": page_size,
+            "ALIGNMENT": 16, "BLOCK_M": 16, "BLOCK_N": config.block_n, "COLUMNS": 32 if
+            head_dim % 64 else 64, "STAGES": config.num_stages, "PIECE": 512,
+        }  # fmt: skip
+        options = {"num_warps": config.num_warps}
+        yield triton_pieces.piece_kernel, constants, types, options
+        constants = {"QUERY_HEADS": query_heads, "D": head_dim, "PIECE": 512}
+        constants |= {"BLOCK_D": round_up_to_power_of_two(head_dim)}
+        yield triton_pieces.join_kernel, constants, types, {"num_warps": 1}
         prompts = launch_prefill.choose_launch(divmod(capability, 10), head_dim, dtype.itemsize)
         constants = launch_prefill.kernel_sizes(prompts, heads, group, head_dim, page_size)
         options = {"num_warps": prompts.num_warps}

@@ -6,7 +6,14 @@ from torch import Tensor
 
 from hybridspec.ops._backends import always
 from hybridspec.ops._library import Backend, register, register_kernel
-from hybridspec.ops.gated_delta_rule import cpu, cpu_prefill, fla, launch, launch_cuda
+from hybridspec.ops.gated_delta_rule import (
+    cpu,
+    cpu_prefill,
+    fla,
+    launch,
+    launch_cuda,
+    launch_ordered,
+)
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.contracts import (
     check_fold,
@@ -22,6 +29,8 @@ VERIFY_BACKENDS = {
     "cuda": Backend(launch_cuda.explain_verify, launch_cuda.verify, launch_cuda.prepare),
     "triton": Backend(launch.explain_verify, launch.verify),
     "reference": Backend(always, cpu.verify),
+    # Never chosen by "auto", which has found one before.
+    "ordered": Backend(launch_ordered.explain_verify, launch_ordered.verify),
 }
 
 
@@ -117,7 +126,7 @@ def verify(
         beta_scale: 2 lets the state have negative eigenvalues.
         state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; last stride 1; in-out.
         out: where to write, [N, HV, V]; last stride 1; out.
-        backend: "auto", "cuda", "triton" or "reference".
+        backend: "auto", "cuda", "triton", "reference" or "ordered".
 
     Returns:
         [N, HV, V] in the dtype of `v`; zeros in rows that belong to no slot.
@@ -138,6 +147,8 @@ def verify(
         matrix products to the dtype that they multiply: that of q for new rows, of the state, and
         of the ring (fp32 tensors are multiplied in tf32); a fold rounds the decayed u once more.
         With fp32 activations every product is full fp32.
+        "ordered": the bits of a row do not depend on how rows are cut into steps; a step that folds
+        reads the folded state as it is rounded (README.md).
 
     Source:
         The delta rule of Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), equation 10;

@@ -17,7 +17,7 @@ from hybridspec.ops._checks import (
 )
 from hybridspec.ops._library import Backend, register
 from hybridspec.ops._requests import Batch, check_batch
-from hybridspec.ops.paged_attention import cpu, fa3, launch, launch_prefill
+from hybridspec.ops.paged_attention import cpu, fa3, launch, launch_pieces, launch_prefill
 from hybridspec.ops.paged_attention.call import Pages, Rows
 
 __all__ = ["explain_prefill", "explain_verify", "prefill", "verify"]
@@ -54,8 +54,9 @@ def verify(
         max_verify_tokens: most rows of one request.
         scale: factor of the scores; None is D ** -0.5.
         out: where to write, [N, Hq, D], dtype of q; out.
-        backend: "auto", "triton", "fa3" or "reference". "fa3" multiplies stored values behind a
-            request's last position with zero, so they have to be finite.
+        backend: "auto", "triton", "fa3", "reference" or "pieces". "fa3" multiplies stored values
+            behind a request's last position with zero, so they have to be finite. With "pieces" the
+            bits of a row do not depend on the step and the batch that it comes in.
 
     Returns:
         [N, Hq, D] in the dtype of `q`; zeros in rows that belong to no slot.
@@ -159,6 +160,8 @@ _verify = register(
         "triton": Backend(launch.explain_verify, launch.verify),
         "fa3": Backend(fa3.explain, fa3.verify),
         "reference": Backend(always, cpu.verify),
+        # Never chosen by "auto", which has found one before.
+        "pieces": Backend(launch_pieces.explain_verify, launch_pieces.verify),
     },
     _check_verify,
 )

@@ -23,6 +23,7 @@ __all__ = [
     "choose_launch",
     "explain_call",
     "explain_verify",
+    "positive_scale",
     "verify",
     "verify_bytes",
 ]
@@ -198,6 +199,16 @@ def explain_verify(rows: Rows, pages: Pages, batch: Batch) -> str | None:
     return None
 
 
+def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """Return queries and the factor of their scores in base 2, above zero.
+
+    The kernels take the largest score times the factor for the largest product.
+    """
+    if scale < 0:
+        q, scale = -q, -scale
+    return q, max(scale * _LOG2_E, _SMALLEST_SCALE)
+
+
 def verify(rows: Rows, pages: Pages, batch: Batch, *, config: LaunchConfig | None = None) -> None:
     """Launch the verify kernels; `config` overrides the choice."""
     from hybridspec.ops.paged_attention.triton_verify import finish_kernel, split_kernel
@@ -224,9 +235,7 @@ def verify(rows: Rows, pages: Pages, batch: Batch, *, config: LaunchConfig | Non
     sizes = kernel_sizes(
         config, num_requests, max_rows, num_heads, group, head_dim, k_pages.shape[1]
     )
-    if scale < 0:  # the kernel takes the largest score times the scale for the largest product
-        q, scale = -q, -scale
-    scale_log2 = max(scale * _LOG2_E, _SMALLEST_SCALE)
+    q, scale_log2 = positive_scale(q, scale)
     metadata = (page_table, seq_len, cu_seqlens, slots, num_requests)
     strides = (
         k.stride()[:2], v.stride()[:2], k_pages.stride()[:3], out.stride()[:2],

@@ -1,0 +1,78 @@
+"""How layers multiply rows with weights: torch's way, or with sums in one order."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridspec.ops.products import multiply
+
+__all__ = ["BLAS", "PRODUCTS", "OrderedProducts", "Products", "products_of"]
+
+PRODUCTS = "products"  # the op, as engines name it
+
+
+class Products(Protocol):
+    """Products of rows [N, D] with weights [F, D]."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x W^T, [N, F], in the dtype of `x`."""
+        ...
+
+    def add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Return residual + x W^T, rounded once; the residual may be overwritten."""
+        ...
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return x W^T in fp32 (fp64 if `hidden` is)."""
+        ...
+
+
+class _Blas:
+    """As torch multiplies; logits are rounded to the weight's dtype before they are widened."""
+
+    linear = staticmethod(F.linear)
+
+    def add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return residual.addmm_(x, weight.t())
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = F.linear(hidden, weight)
+        return logits if logits.dtype is torch.float64 else logits.float()
+
+
+class OrderedProducts:
+    """As `hybridspec.ops.products` multiplies: a row's bits do not depend on other rows.
+
+    Attributes:
+        as_torch: shapes of weights and numbers of rows for which torch's product was seen to have
+            the same bits; it is quicker for many rows.
+    """
+
+    def __init__(self) -> None:
+        self.as_torch: set[tuple[torch.Size, int]] = set()
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """See `Products`."""
+        if (weight.shape, x.shape[0]) in self.as_torch:
+            return F.linear(x, weight)
+        return multiply(x, weight, backend="triton")
+
+    def add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """See `Products`."""
+        return multiply(x, weight, residual, backend="triton")
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """See `Products`."""
+        return multiply(hidden, weight, dtype=torch.float32, backend="triton")
+
+
+BLAS: Products = _Blas()
+
+
+def products_of(backend: str) -> Products:
+    """Return the products that a backend names: "ordered", or torch's for any other name."""
+    return OrderedProducts() if backend == "ordered" else BLAS

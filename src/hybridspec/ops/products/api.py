@@ -1,0 +1,82 @@
+"""The public function: contract, output allocation, operator call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridspec.ops._checks import FLOATS, Dims, check, check_dtype, check_last_stride
+from hybridspec.ops._library import register_kernel
+from hybridspec.ops.products import cpu, launch
+
+__all__ = ["explain_multiply", "multiply"]
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Multiply rows with a weight; nothing is modified.
+
+        y = x W^T (+ residual)
+
+    Args:
+        x: rows, [N, D]; last stride 1; in.
+        weight: [F, D], dtype of `x`; last stride 1; in.
+        residual: added, [N, F], dtype of `x`; last stride 1; in.
+        dtype: of the result; None is that of `x`.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        [N, F].
+
+    Raises:
+        TypeError: for a dtype that is not supported.
+        UnsupportedError: if the backend asked for cannot serve the call.
+        ValueError: for a wrong shape, stride, device or backend.
+
+    Numerics:
+        Sums in fp32 (fp64 if `x` is), the residual added to them, then rounded once.
+        "triton": the bits of a row are a function of the row and the weight, whatever other rows
+        there are. A sum is cut into parts by the weight's shape alone, each added up from its
+        first term on and then in order; tiles follow the number of rows.
+
+    Source:
+        README.md of this package.
+    """
+    out = x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or x.dtype)
+    _multiply(x, weight, residual, out, backend=backend)
+    return out
+
+
+def explain_multiply(
+    x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor
+) -> dict[str, str | None]:
+    """Say of each backend, in order of preference, why it cannot serve a call, or None."""
+    return _multiply.explain(x, weight, residual, out)
+
+
+def _check(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> None:
+    dims: Dims = {}
+    check("x", x, "N D", dims)
+    check("weight", weight, "F D", dims)
+    named = {"x": x, "weight": weight, "out": out}
+    if residual is not None:
+        check("residual", residual, "N F", dims)
+        check_dtype("residual", residual, x.dtype)
+        named["residual"] = residual
+    check("out", out, "N F", dims)
+    check_dtype("x", x, *FLOATS)
+    check_dtype("weight", weight, x.dtype)
+    check_dtype("out", out, *FLOATS)
+    for name, tensor in named.items():
+        check_last_stride(name, tensor)
+
+
+_multiply = register_kernel(
+    "products.multiply", launch.explain, launch.multiply, cpu.multiply, _check
+)

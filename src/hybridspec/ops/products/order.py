@@ -1,0 +1,62 @@
+"""Does a device add up the sums of a product in the same order for any number of rows?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridspec.ops.products.api import multiply
+from hybridspec.ops.products.launch import ROW_COUNTS
+
+__all__ = ["explain_order", "rows_as_torch"]
+
+
+def explain_order(weight: Tensor) -> str | None:
+    """Multiply random rows by a weight with all tiles there are; say what differs, or return None.
+
+    Tiles of few and of many rows use different matrix instructions. On Hopper these were seen to
+    add up alike, which nobody promises, so it is looked at where the weights lie.
+
+    Args:
+        weight: [F, D], whose shape and dtype matter; in.
+    """
+    most = 2 * ROW_COUNTS[-1]
+    x = _random_rows(most, weight)
+    expected = multiply(x, weight, dtype=torch.float32)
+    for count in ROW_COUNTS:
+        for first in (0, most - count):
+            rows = slice(first, first + count)
+            found = multiply(x[rows], weight, dtype=torch.float32)
+            if not torch.equal(found, expected[rows]):
+                differing = int((found != expected[rows]).sum())
+                return (
+                    f"products of {count} and {most} rows with a weight of "
+                    f"{list(weight.shape)} differ in {differing} of {found.numel()} sums"
+                )
+    return None
+
+
+def rows_as_torch(weight: Tensor, counts: Iterable[int]) -> set[int]:
+    """Return the numbers of rows for which torch's product has the same bits as ours.
+
+    Where a library does not cut sums into parts its chain of instructions is the same one.
+
+    Args:
+        weight: [F, D], whose shape and dtype matter; in.
+        counts: numbers of rows to look at.
+    """
+    asked = sorted(set(counts))
+    if not asked:
+        return set()
+    x = _random_rows(asked[-1], weight)
+    expected = multiply(x, weight)
+    return {n for n in asked if torch.equal(F.linear(x[:n], weight), expected[:n])}
+
+
+def _random_rows(count: int, weight: Tensor) -> Tensor:
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(count, weight.shape[1], generator=generator, device=weight.device)
+    return x.to(weight.dtype)

@@ -1,0 +1,35 @@
+"""The kernels against fp64 in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridspec.ops.products import explain_order, launch
+from hybridspec.ops.products.launch import LaunchConfig
+
+pytestmark = pytest.mark.interpreted
+
+SHAPES = {"4 parts": (100, 4096), "1 part": (80, 96), "odd": (33, 50)}
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernel(name: str, has_residual: bool) -> None:
+    shape = SHAPES[name]
+    generator = torch.Generator().manual_seed(0)
+    x, weight, residual = (
+        torch.randn(size, generator=generator) for size in ((37, shape[1]), shape, (37, shape[0]))
+    )
+    config = LaunchConfig(block_m=16, block_n=64, block_k=32, num_stages=2, num_warps=4)
+    expected = x.double() @ weight.double().t() + residual.double() * has_residual
+    for count in (1, 37):
+        out = torch.full((count, shape[0]), torch.nan)
+        launch.multiply(x[:count], weight, residual[:count] if has_residual else None, out, config)
+        torch.testing.assert_close(out.double(), expected[:count], rtol=1e-4, atol=1e-4)
+
+
+def test_one_order_is_looked_for_where_the_weights_lie() -> None:
+    """Sums of whole numbers are the same in any order."""
+    assert explain_order(torch.zeros(32, 64)) is None
+    assert launch.explain(*[torch.zeros(2, 2)] * 4) is None
