@@ -20,6 +20,12 @@ from hybridspec.ops._checks import (
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.ring.contracts import check_marks, check_threshold
+from hybridspec.ops.ring.raw_view import (
+    RawRingView,
+    check_raw_ring,
+    check_raw_ring_shapes,
+    raw_ring_tensors,
+)
 from hybridspec.ops.ring.view import (
     RingView,
     check_ring,
@@ -29,11 +35,13 @@ from hybridspec.ops.ring.view import (
 )
 
 __all__ = [
+    "check_decode",
     "check_fold",
     "check_materialize",
     "check_pools",
     "check_prefill",
     "check_verify",
+    "check_verify_raw",
     "check_verify_rows",
 ]
 
@@ -73,6 +81,64 @@ def check_verify_rows(
     if batch.fold_threshold is not None:
         check_threshold(batch.fold_threshold)
     check_window(ring, batch.max_rows)
+
+
+def check_verify_raw(
+    rows: Rows, gates: Gates, state: State, ring: RawRingView, batch: FoldingBatch
+) -> None:
+    """Raise unless the arguments of `verify_raw` fit together, or of `verify_raw_rows` packed."""
+    dims: Dims = {}
+    tensors = _check_floats("N", rows, gates, state.values, dims)
+    check_raw_ring_shapes(ring, dims, "B" if batch.cu_seqlens is None else "S")
+    check_raw_ring(ring, batch.max_rows)
+    marks = {"slots": batch.slots, "is_fold": batch.is_fold}
+    check_marks(dims, **{name: mark for name, mark in marks.items() if mark is not None})
+    if batch.cu_seqlens is not None:
+        if "B" not in dims:
+            raise TypeError("slots: expected a tensor [B], got NoneType")
+        dims["B+1"] = dims["B"] + 1
+        check("cu_seqlens", batch.cu_seqlens, "B+1", dims)
+        check_dtype("cu_seqlens", batch.cu_seqlens, torch.int32)
+        check_last_stride("cu_seqlens", batch.cu_seqlens)
+    elif batch.fold_threshold is not None:
+        check_threshold(batch.fold_threshold)
+    _check_options(gates)
+    check_devices(
+        **tensors, **raw_ring_tensors(ring),
+        **{name: part for name, part in batch._asdict().items() if isinstance(part, Tensor)},
+    )  # fmt: skip
+
+
+def check_decode(rows: Rows, gates: Gates, state: Tensor, slots: Tensor, padding: int) -> None:
+    """Raise unless the arguments of `decode` fit together."""
+    dims: Dims = {}
+    tensors = _check_floats("B", rows, gates, state, dims)
+    check("slots", slots, "B", dims)
+    check_dtype("slots", slots, torch.int32)
+    check_devices(**tensors, slots=slots)
+    check_option("padding", padding, int, low=-1)
+    _check_options(gates)
+
+
+def _check_floats(
+    packing: str, rows: Rows, gates: Gates, state: Tensor, dims: Dims
+) -> dict[str, Tensor]:
+    """Check rows, parameters and states that are no integers; return them by name, v first."""
+    by_name = rows._asdict()
+    specs = {"k": "H K", "q": "H K", "v": "HV V", "a": "HV", "b": "HV", "out": "HV V"}
+    for name, spec in specs.items():
+        check(name, by_name[name], f"{packing} {spec}", dims)
+    if dims["H"] == 0 or dims["HV"] % dims["H"]:
+        raise ValueError(f"v: expected a multiple of k's {dims['H']} heads, got {dims['HV']}")
+    parameters = {"A_log": gates.A_log, "dt_bias": gates.dt_bias}
+    for name, parameter in parameters.items():
+        check(name, parameter, "HV", dims)
+    check("state", state, "S HV V K", dims)
+    tensors = {"v": rows.v} | by_name | parameters | {"state": state}
+    for name, tensor in tensors.items():
+        check_dtype(name, tensor, *((rows.v.dtype,) if name in ("q", "k") else FLOATS))
+        check_last_stride(name, tensor)
+    return tensors
 
 
 def check_fold(state: State, ring: RingView, slots: Tensor, is_fold: Tensor) -> None:

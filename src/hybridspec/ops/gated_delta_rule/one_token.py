@@ -7,19 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridspec.ops._checks import (
-    FLOATS,
-    Dims,
-    check,
-    check_devices,
-    check_dtype,
-    check_last_stride,
-    check_option,
-)
 from hybridspec.ops._library import Written, register_kernel
 from hybridspec.ops._requests import check_distinct, check_slots
 from hybridspec.ops._triton_support import explain_tensors, round_up_to_power_of_two
 from hybridspec.ops.gated_delta_rule.call import Gates, Rows
+from hybridspec.ops.gated_delta_rule.contracts import check_decode
 from hybridspec.ops.gated_delta_rule.cpu import compute_dtype, normalise_
 from hybridspec.ops.norms.reference import gdn_gates, widened
 
@@ -84,30 +76,6 @@ def decode(
     return out
 
 
-def _check(rows: Rows, gates: Gates, state: Tensor, slots: Tensor, padding: int) -> None:
-    dims: Dims = {}
-    specs = {"k": "H K", "q": "H K", "v": "HV V", "a": "HV", "b": "HV", "out": "HV V"}
-    for name, spec in specs.items():
-        check(name, getattr(rows, name), f"B {spec}", dims)
-    if dims["H"] == 0 or dims["HV"] % dims["H"]:
-        raise ValueError(f"v: expected a multiple of k's {dims['H']} heads, got {dims['HV']}")
-    parameters = {"A_log": gates.A_log, "dt_bias": gates.dt_bias}
-    for name, parameter in parameters.items():
-        check(name, parameter, "HV", dims)
-    check("state", state, "S HV V K", dims)
-    check("slots", slots, "B", dims)
-    check_dtype("slots", slots, torch.int32)
-    floats = rows._asdict() | parameters | {"state": state}
-    for name, tensor in floats.items():
-        check_dtype(name, tensor, *((rows.v.dtype,) if name in ("q", "k") else FLOATS))
-        check_last_stride(name, tensor)
-    check_devices(**floats, slots=slots)
-    check_option("padding", padding, int, low=-1)
-    check_option("use_qk_l2norm", gates.use_qk_l2norm, bool)
-    if gates.scale is not None:
-        check_option("scale", gates.scale, float)
-
-
 def _reference(
     rows: Written[Rows], gates: Gates, state: Written[Tensor], slots: Tensor, padding: int
 ) -> None:
@@ -169,4 +137,4 @@ def _launch(rows: Rows, gates: Gates, state: Tensor, slots: Tensor, padding: int
         )  # fmt: skip
 
 
-_decode = register_kernel("gated_delta_rule.decode", _explain, _launch, _reference, _check)
+_decode = register_kernel("gated_delta_rule.decode", _explain, _launch, _reference, check_decode)

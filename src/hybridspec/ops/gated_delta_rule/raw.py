@@ -6,31 +6,15 @@ whenever they are needed. So nothing is rounded between a token and the fold tha
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from hybridspec.ops._backends import always
-from hybridspec.ops._checks import (
-    FLOATS,
-    Dims,
-    check,
-    check_devices,
-    check_dtype,
-    check_last_stride,
-    check_option,
-)
+from hybridspec.ops._checks import Dims, check
 from hybridspec.ops._library import Backend, register
 from hybridspec.ops.gated_delta_rule import raw_cpu, raw_cuda, raw_launch
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State, is_packed
-from hybridspec.ops.ring.contracts import check_marks, check_threshold
-from hybridspec.ops.ring.raw_view import (
-    RawRingView,
-    check_raw_ring,
-    check_raw_ring_shapes,
-    raw_ring_tensors,
-)
+from hybridspec.ops.gated_delta_rule.contracts import check_verify_raw
+from hybridspec.ops.ring.raw_view import RawRingView
 
 __all__ = ["RAW_BACKENDS", "explain_verify_raw", "verify_raw", "verify_raw_rows"]
 
@@ -137,60 +121,9 @@ def explain_verify_raw(
     return _verify_raw.explain(rows, gates, state, ring, batch)
 
 
-def _check(rows: Rows, gates: Gates, state: State, ring: RawRingView, batch: FoldingBatch) -> None:
-    by_name: dict[str, Any] = rows._asdict()
-    dims: Dims = {}
-    for name, spec in (
-        ("k", "N H K"), ("q", "N H K"), ("v", "N HV V"), ("a", "N HV"), ("b", "N HV"),
-        ("out", "N HV V"),
-    ):  # fmt: skip
-        check(name, by_name[name], spec, dims)
-        check_last_stride(name, by_name[name])
-        check_dtype(name, by_name[name], *(FLOATS if name not in "qk" else (rows.v.dtype,)))
-    if dims["H"] == 0 or dims["HV"] % dims["H"]:
-        raise ValueError(f"v: expected a multiple of k's {dims['H']} heads, got {dims['HV']}")
-    parameters = {"A_log": gates.A_log, "dt_bias": gates.dt_bias}
-    for name, part in parameters.items():
-        check(name, part, "HV", dims)
-        check_dtype(name, part, *FLOATS)
-        check_last_stride(name, part)
-    check("state", state.values, "S HV V K", dims)
-    check_dtype("state", state.values, *FLOATS)
-    check_last_stride("state", state.values)
-    check_raw_ring_shapes(ring, dims, "B" if batch.cu_seqlens is None else "S")
-    check_raw_ring(ring, batch.max_rows)
-    _check_batch(batch, dims)
-    if gates.scale is not None:
-        check_option("scale", gates.scale, float)
-    check_option("use_qk_l2norm", gates.use_qk_l2norm, bool)
-    check_option("beta_scale", gates.beta_scale, float)
-    check_devices(
-        **{"v": rows.v} | by_name, **parameters, state=state.values, **raw_ring_tensors(ring),
-        **{name: part for name, part in batch._asdict().items() if isinstance(part, Tensor)},
-    )  # fmt: skip
-
-
-def _check_batch(batch: FoldingBatch, dims: Dims) -> None:
-    marks = {
-        name: part for name in ("slots", "is_fold") if (part := getattr(batch, name)) is not None
-    }
-    if batch.cu_seqlens is None:
-        check_marks(dims, **marks)
-        if batch.fold_threshold is not None:
-            check_threshold(batch.fold_threshold)
-        return
-    check_marks(dims, **marks)
-    if "B" not in dims:
-        raise TypeError("slots: expected a tensor [B], got NoneType")
-    dims["B+1"] = dims["B"] + 1
-    check("cu_seqlens", batch.cu_seqlens, "B+1", dims)
-    check_dtype("cu_seqlens", batch.cu_seqlens, torch.int32)
-    check_last_stride("cu_seqlens", batch.cu_seqlens)
-
-
 RAW_BACKENDS = {
     "cuda": Backend(raw_cuda.explain, raw_cuda.verify, raw_cuda.prepare),
     "triton": Backend(raw_launch.explain, raw_launch.verify),
     "reference": Backend(always, raw_cpu.verify),
 }
-_verify_raw = register("gated_delta_rule.verify_raw", RAW_BACKENDS, _check)
+_verify_raw = register("gated_delta_rule.verify_raw", RAW_BACKENDS, check_verify_raw)
