@@ -9,6 +9,7 @@ from hybridspec.compat._calls import CallerError
 
 __all__ = [
     "MAX_TOKENS",
+    "NAMES",
     "RING_SLOTS",
     "W_RING",
     "as_int32",
@@ -21,6 +22,21 @@ __all__ = [
 W_RING = 16
 RING_SLOTS = 32
 MAX_TOKENS = 8
+
+# What the ops' messages call an argument, where FlashInfer has another name for it.
+NAMES = {
+    "state": "initial_state_source",
+    "slots": "initial_state_indices",
+    "ring.k": "k_cache",
+    "ring.u": "u_cache",
+    "ring.v": "v_cache",
+    "ring.a": "a_cache",
+    "ring.b": "b_cache",
+    "ring.cum_log_decay": "g_cache",
+    "ring.history_len": "hist_len",
+    "ring.ring_start": "cache_base",
+    "out": "output",
+}
 
 
 def required(name: str, tensor: Tensor | None) -> Tensor:

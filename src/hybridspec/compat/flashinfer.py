@@ -21,6 +21,7 @@ from torch import Tensor
 from hybridspec.compat._calls import CallerError, renamed
 from hybridspec.compat._flashinfer import (
     MAX_TOKENS,
+    NAMES,
     RING_SLOTS,
     W_RING,
     as_int32,
@@ -57,18 +58,6 @@ _ONLY_DEFAULTS = {
     "ssm_state_indices": None,
     "disable_output": False,
     "recovery_steps": 0,
-}
-
-# What the op's messages call an argument, where FlashInfer has another name for it.
-_NAMES = {
-    "state": "initial_state_source",
-    "slots": "initial_state_indices",
-    "ring.k": "k_cache",
-    "ring.u": "u_cache",
-    "ring.cum_log_decay": "g_cache",
-    "ring.history_len": "hist_len",
-    "ring.ring_start": "cache_base",
-    "out": "output",
 }
 
 
@@ -245,7 +234,7 @@ def _verify(
         for name, rows in (("q", q), ("k", k), ("v", v), ("a", a), ("b", b))
     )
     k_cache = required("k_cache", k_cache)
-    with torch.no_grad(), renamed(_NAMES):
+    with torch.no_grad(), renamed(NAMES):
         return verify_rows(
             q,
             k,

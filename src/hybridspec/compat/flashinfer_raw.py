@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridspec.compat._calls import CallerError, renamed
 from hybridspec.compat._flashinfer import (
     MAX_TOKENS,
+    NAMES,
     RING_SLOTS,
     W_RING,
     as_int32,
@@ -27,18 +28,6 @@ from hybridspec.ops.gated_delta_rule import verify_raw_rows
 from hybridspec.ops.ring import RawRingView, restart_windows
 
 __all__ = ["gated_delta_rule_mtp_vcache_flush"]
-
-_NAMES = {
-    "state": "initial_state_source",
-    "slots": "initial_state_indices",
-    "ring.k": "k_cache",
-    "ring.v": "v_cache",
-    "ring.a": "a_cache",
-    "ring.b": "b_cache",
-    "ring.history_len": "hist_len",
-    "ring.ring_start": "cache_base",
-    "out": "output",
-}
 
 
 def gated_delta_rule_mtp_vcache_flush(
@@ -105,7 +94,7 @@ def gated_delta_rule_mtp_vcache_flush(
         hist_len.contiguous(),
         most,
     )
-    with torch.no_grad(), renamed(_NAMES):
+    with torch.no_grad(), renamed(NAMES):
         out = verify_raw_rows(
             q, k, v, a, b, A_log, dt_bias, required("initial_state_source", initial_state_source),
             ring, slots=indices, fold_threshold=threshold, scale=scale,

@@ -36,13 +36,10 @@ class RingBuilder:
         self.cursors = PageCursors(blocks, self.num_spec, device)
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: Any,
+        self, common_prefix_len: int, common_attn_metadata: Any,
         num_accepted_tokens: Tensor | None = None,
-        num_decode_draft_tokens_cpu: Tensor | None = None,
-        fast_build: bool = False,
-    ) -> Any:
+        num_decode_draft_tokens_cpu: Tensor | None = None, fast_build: bool = False,
+    ) -> Any:  # fmt: skip
         """Build vLLM's metadata, then commit, reset, and add `ring` where rows are verified.
 
         A request has one block, so the block table is cut to its first column. Padding and runs

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops._library import Written
-from hybridspec.ops.ring.raw_view import RawRingView
-from hybridspec.ops.ring.view import RingView
+from hybridspec.ops.ring.view import RawRingView, RingView
 
 __all__ = ["FoldingBatch", "Gates", "Rows", "State", "is_packed"]
 

@@ -20,17 +20,15 @@ from hybridspec.ops._checks import (
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
 from hybridspec.ops.ring.contracts import check_marks, check_threshold
-from hybridspec.ops.ring.raw_view import (
+from hybridspec.ops.ring.view import (
     RawRingView,
+    RingView,
     check_raw_ring,
     check_raw_ring_shapes,
-    raw_ring_tensors,
-)
-from hybridspec.ops.ring.view import (
-    RingView,
     check_ring,
     check_ring_shapes,
     check_window,
+    raw_ring_tensors,
     ring_tensors,
 )
 

@@ -14,7 +14,7 @@ from hybridspec.ops._library import Backend, register
 from hybridspec.ops.gated_delta_rule import raw_cpu, raw_cuda, raw_launch
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State, is_packed
 from hybridspec.ops.gated_delta_rule.contracts import check_verify_raw
-from hybridspec.ops.ring.raw_view import RawRingView
+from hybridspec.ops.ring.view import RawRingView
 
 __all__ = ["RAW_BACKENDS", "explain_verify_raw", "verify_raw", "verify_raw_rows"]
 

@@ -24,7 +24,7 @@ from hybridspec.ops.gated_delta_rule.cpu import (
 )
 from hybridspec.ops.norms.reference import gdn_gates, widened
 from hybridspec.ops.ring.addressing import append_rows, live_rows
-from hybridspec.ops.ring.raw_view import RawRingView
+from hybridspec.ops.ring.view import RawRingView
 
 __all__ = ["verify"]
 

@@ -20,7 +20,7 @@ from hybridspec.ops.gated_delta_rule.launch_cuda import (
     launcher,
     readable,
 )
-from hybridspec.ops.ring.raw_view import RawRingView
+from hybridspec.ops.ring.view import RawRingView
 
 __all__ = ["Params", "explain", "explain_call", "prepare", "verify"]
 

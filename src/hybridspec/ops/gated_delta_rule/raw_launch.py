@@ -7,7 +7,7 @@ import torch
 from hybridspec.ops._triton_support import explain_tensors, round_up_to_power_of_two
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.launch import triton_dtype
-from hybridspec.ops.ring.raw_view import RawRingView
+from hybridspec.ops.ring.view import RawRingView
 
 __all__ = ["choose_operand", "choose_tiles", "explain", "verify"]
 

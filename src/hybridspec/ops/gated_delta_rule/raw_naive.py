@@ -6,7 +6,7 @@ from torch import Tensor, einsum
 from torch.nn.functional import softplus
 
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
-from hybridspec.ops.ring.raw_view import RawRingView
+from hybridspec.ops.ring.view import RawRingView
 
 
 def verify(rows: Rows, gates: Gates, state: State, ring: RawRingView, batch: FoldingBatch) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hybridspec.ops.ring.block_cursors import commit_blocks, reset_blocks
 from hybridspec.ops.ring.copies import copy_slots, reset_slots
 from hybridspec.ops.ring.cursors import advance, commit, decide_folds, restart_windows
-from hybridspec.ops.ring.raw_view import RawRingView
-from hybridspec.ops.ring.view import RingView
+from hybridspec.ops.ring.view import RawRingView, RingView
 
 __all__ = [
     "RawRingView",

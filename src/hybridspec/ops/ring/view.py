@@ -1,4 +1,4 @@
-"""The frozen view under which the ring tensors of one layer travel together, and its contract."""
+"""The frozen views under which the ring tensors of one layer travel together: their contracts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ from hybridspec.ops._library import Written
 
 __all__ = [
     "Marks",
+    "RawRingView",
     "RingView",
     "Windows",
+    "check_raw_ring",
+    "check_raw_ring_shapes",
     "check_ring",
     "check_ring_shapes",
     "check_window",
+    "raw_ring_tensors",
     "ring_tensors",
 ]
 
@@ -53,6 +57,36 @@ class RingView(NamedTuple):
     history_len: Tensor
     max_window: int = 16
     has_token_decay: bool = False
+
+
+class RawRingView(NamedTuple):
+    """Raw ring of one layer, and the cursors that all layers of a request share.
+
+    Corrections are recomputed from these rows, so a window and the rows of a step are solved as one
+    system: W + T rows at most. Live rows of slot s are (ring_start[s] + j) mod R for
+    j < history_len[s].
+
+    Attributes:
+        k: [S, H, R, K], keys before they are normalised.
+        v: [S, HV, R, V], values.
+        a: [S, HV, R], fp32, decay inputs.
+        b: [S, HV, R], fp32, write strength inputs.
+        ring_start: [S], int32, contiguous. Of a call whose cursors belong to batch rows: [B].
+        history_len: [S], int32, contiguous; or [B] likewise.
+        max_window: most live rows (W); R >= W + T.
+    """
+
+    k: Written[Tensor]
+    v: Written[Tensor]
+    a: Written[Tensor]
+    b: Written[Tensor]
+    ring_start: Tensor
+    history_len: Tensor
+    max_window: int
+
+    def for_prefill(self) -> RingView:
+        """Return these tensors as the ring that `prefill` takes, which looks at cursors alone."""
+        return RingView(self.k, self.v, self.a, self.ring_start, self.history_len, self.max_window)
 
 
 class Windows(NamedTuple):
@@ -119,8 +153,8 @@ def check_ring(ring: RingView, cursors: str = "S") -> None:
     check_option("ring.has_token_decay", ring.has_token_decay, bool)
     capacity = ring.k.shape[2]
     is_flat = ring.ring_start is None  # windows begin at row 0, and nothing wraps around
-    if capacity & (capacity - 1) and not is_flat:
-        raise ValueError(f"ring.k: expected a power of two as ring capacity, got {capacity}")
+    if not is_flat:
+        _check_capacity(capacity)
     most = capacity if is_flat else capacity - 1
     if not 0 < ring.max_window <= most:
         raise ValueError(
@@ -137,8 +171,58 @@ def check_window(ring: RingView, max_verify_tokens: int) -> None:
         raise ValueError(
             f"max_verify_tokens: expected 1..{window} (ring.max_window), got {max_verify_tokens}"
         )
-    if window + max_verify_tokens > capacity:
+    _check_room(capacity, window, max_verify_tokens)
+
+
+def raw_ring_tensors(ring: RawRingView) -> dict[str, Tensor | None]:
+    """Name the tensors of a ring as messages do."""
+    return {f"ring.{name}": getattr(ring, name) for name in ring._fields[:6]}
+
+
+def check_raw_ring_shapes(ring: RawRingView, dims: Dims, cursors: str) -> None:
+    """Raise unless the sizes of a ring fit together, with those bound so far.
+
+    Args:
+        ring: the ring.
+        dims: sizes bound so far.
+        cursors: "S" if there is a cursor per slot, else "B".
+    """
+    if not isinstance(ring, RawRingView):
+        raise TypeError(f"ring: expected a RawRingView, got {type(ring).__name__}")
+    check("ring.k", ring.k, "S H R K", dims)
+    check("ring.v", ring.v, "S HV R V", dims)
+    check("ring.a", ring.a, "S HV R", dims)
+    check("ring.b", ring.b, "S HV R", dims)
+    check("ring.ring_start", ring.ring_start, cursors, dims)
+    check("ring.history_len", ring.history_len, cursors, dims)
+
+
+def check_raw_ring(ring: RawRingView, max_verify_tokens: int) -> None:
+    """Raise unless dtypes, strides, capacity and window of a ring are right."""
+    check_dtype("ring.k", ring.k, *FLOATS)
+    check_dtype("ring.v", ring.v, ring.k.dtype)
+    check_dtype("ring.a", ring.a, *WIDE)
+    check_dtype("ring.b", ring.b, ring.a.dtype)
+    for name, part in list(raw_ring_tensors(ring).items()):
+        assert part is not None
+        check_last_stride(name, part)
+    for name, cursor in (("ring_start", ring.ring_start), ("history_len", ring.history_len)):
+        check_dtype(f"ring.{name}", cursor, torch.int32)
+    check_option("ring.max_window", ring.max_window, int, low=1)
+    check_option("max_verify_tokens", max_verify_tokens, int, low=1)
+    _check_capacity(ring.k.shape[2])
+    _check_room(ring.k.shape[2], ring.max_window, max_verify_tokens)
+
+
+def _check_capacity(capacity: int) -> None:
+    if capacity & (capacity - 1):
+        raise ValueError(f"ring.k: expected a power of two as ring capacity, got {capacity}")
+
+
+def _check_room(capacity: int, window: int, max_verify_tokens: int) -> None:
+    needed = window + max_verify_tokens
+    if needed > capacity:
         raise ValueError(
             f"max_verify_tokens: a window of {window} rows and {max_verify_tokens} more need "
-            f"{window + max_verify_tokens} ring rows, got {capacity}; use a larger ring"
+            f"{needed} ring rows, got {capacity}; use a larger ring"
         )
