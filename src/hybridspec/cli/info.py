@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from hybridspec.cli import loading
-from hybridspec.cli.render import DUMMY_WEIGHTS, PlainConsole, amount, drafter_name, synthetic
+from hybridspec.cli.render import (
+    DUMMY_WEIGHTS,
+    PlainConsole,
+    amount,
+    drafter_name,
+    drafting,
+    synthetic,
+)
 
 if TYPE_CHECKING:
     from hybridspec.engine import EngineInfo
@@ -163,12 +170,7 @@ def as_json(info: EngineInfo) -> dict[str, Any]:
         "dtype": config.dtype,
         "state_dtype": config.state_dtype,
         "ring": config.ring,
-        "dummy_weights": config.dummy_weights,
-        "synthetic_acceptance": config.acceptance,
-        "acceptance_spread": config.acceptance_spread,
-        "drafter": config.drafter,
-        "mtp_from": config.mtp_from,
-        "draft_tokens": config.draft_tokens,
+        **drafting(config),
         "max_model_len": config.max_model_len,
         "kv_layout": config.kv_layout,
         "attention_backend": config.attention_backend,

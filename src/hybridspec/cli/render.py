@@ -25,6 +25,7 @@ __all__ = [
     "PlainConsole",
     "amount",
     "drafter_name",
+    "drafting",
     "has_own_head",
     "logprob_line",
     "percent",
@@ -101,6 +102,18 @@ def synthetic(config: EngineConfig) -> str | None:
     rates = ", ".join(f"{rate:g}" for rate in config.acceptance)
     spread = f", spread {config.acceptance_spread:g}" if config.acceptance_spread else ""
     return f"SYNTHETIC: accepted by force ({rates}{spread}), so the text is not the model's"
+
+
+def drafting(config: EngineConfig) -> dict[str, Any]:
+    """Return what JSON documents say of weights and drafts."""
+    return {
+        "dummy_weights": config.dummy_weights,
+        "synthetic_acceptance": config.acceptance,
+        "acceptance_spread": config.acceptance_spread,
+        "drafter": config.drafter,
+        "mtp_from": config.mtp_from,
+        "draft_tokens": config.draft_tokens,
+    }
 
 
 def has_own_head(config: EngineConfig) -> bool:
