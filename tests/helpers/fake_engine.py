@@ -192,8 +192,12 @@ class FakeLLM:
             kv_bytes_per_token=10,
             snapshot_bytes=1024 * (self.draft_tokens + 1),
             num_requests_fit=7,
-            counters=Counters(),
+            counters=self.counters(),
         )
+
+    def counters(self) -> Counters:
+        """Nothing is counted."""
+        return Counters()
 
 
 def _model_config() -> ModelConfig:
