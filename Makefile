@@ -95,7 +95,7 @@ plots: .venv/.ready-dev
 
 # One worker: every Ray takes a minute to start and 1.2 GB.
 test-cluster: .venv/.ready-dev
-	@$(PYTEST) -n 1 -m cluster --timeout 900 tests/serve/test_cluster.py
+	@$(PYTEST) -n 1 -m cluster --timeout 900 tests/serve
 
 lint: .venv/.ready-dev
 	@$(BIN)/ruff check .

@@ -43,7 +43,9 @@ THIRD_PARTY = {
     "uvicorn": {"serve"},
     "pydantic": {"serve"},
     "prometheus_client": {"serve"},
+    "aiohttp": {"serve"},
     "ray": {"serve"},
+    "yarl": {"serve"},
 }
 
 

@@ -17,8 +17,8 @@ import hybridspec
 ROOT = Path(__file__).resolve().parent.parent
 # Kernels and what launches them are imported by their backend only.
 KERNEL_MODULE = re.compile(r".*\.(triton_\w+|cute_\w+|launch)")
-# Ray is not among what the tests install (make test-cluster).
-RAY_MODULE = re.compile(r"hybridspec\.serve\.ray\w*")
+# Ray, and what it brings, is not among what the tests install (make test-cluster).
+RAY_MODULE = re.compile(r"hybridspec\.serve\.(ray\w*|lease)")
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(hybridspec.__path__, "hybridspec.")

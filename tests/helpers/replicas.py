@@ -9,11 +9,33 @@ from typing import Any
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.types import ASGIApp, Message
 
-from hybridspec.serve.exchange import answers
 from hybridspec.serve.gateway import ReplicaLost
 from hybridspec.serve.placement import Placement
 
 __all__ = ["LocalReplicas", "ask", "scope_of"]
+
+
+async def answers(
+    app: ASGIApp, scope: dict[str, Any], body: bytes
+) -> AsyncGenerator[Message, None]:
+    """Yield the messages of an application's answer; closing it early ends its work."""
+    arrived: asyncio.Queue[Message | None] = asyncio.Queue()
+    requests: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        return requests.pop() if requests else await asyncio.Future()
+
+    async def send(message: Message) -> None:
+        arrived.put_nowait(message)
+
+    task = asyncio.ensure_future(app(dict(scope), receive, send))
+    task.add_done_callback(lambda _: arrived.put_nowait(None))
+    try:
+        while (message := await arrived.get()) is not None:
+            yield message
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
 
 
 def scope_of(path: str, method: str = "POST") -> dict[str, Any]:
@@ -88,5 +110,5 @@ class LocalReplicas:
     def restart(self) -> None:
         self.num_restarts += 1
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.is_closed = True

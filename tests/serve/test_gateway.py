@@ -15,9 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from helpers.replicas import LocalReplicas, ask, scope_of
-from helpers.serving import Running
 from hybridspec.serve import gateway as gateway_module
-from hybridspec.serve.exchange import answers, plain_scope
 from hybridspec.serve.gateway import Gateway, create_gateway
 
 BODY = b'{"prompt": "import os"}'
@@ -228,29 +226,3 @@ def test_until_they_are_there(replicas: LocalReplicas) -> None:
         assert replicas.num_restarts == 1
 
     asyncio.run(run())
-
-
-def test_the_servers_own_application_answers_without_a_socket(running: Running) -> None:
-    """What a replica does: the same answer, and what is not read to its end is given up."""
-    app = running.server._app
-
-    async def run() -> None:
-        fields = {"prompt": "import os\n", "max_tokens": 12, "temperature": 0}
-        status, _, body = await ask(app, "/v1/completions", json.dumps(fields).encode())
-        assert status == 200
-        return json.loads(body)["choices"][0]["text"]
-
-    async def leave() -> None:
-        body = b'{"prompt": "a", "max_tokens": 3000, "ignore_eos": true, "stream": true}'
-        messages = answers(app, plain_scope(scope_of("/v1/completions")), body)
-        async for message in messages:
-            if message["type"] == "http.response.body":
-                break
-        await messages.aclose()
-
-    options = {"model": "small", "prompt": "import os\n", "max_tokens": 12, "temperature": 0}
-    right = running.client().completions.create(**options).choices[0].text
-    loop = running.server._loop
-    assert asyncio.run_coroutine_threadsafe(run(), loop).result(60) == right
-    asyncio.run_coroutine_threadsafe(leave(), loop).result(60)
-    running.wait_idle()

@@ -200,6 +200,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.failure: BaseException | None = None
+        self._is_loaded = asyncio.Event()
         self._app = app
         self._drain_s = drain_s
         self._on_hangup = on_hangup
@@ -246,6 +247,18 @@ class Server(uvicorn.Server):
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._drain)
 
+    async def loaded(self) -> None:
+        """Wait until the application has loaded and is listened for.
+
+        Raises:
+            What loading raised.
+        """
+        await self._is_loaded.wait()
+        if self.failure is not None:
+            raise self.failure
+        while self.address is None:
+            await asyncio.sleep(0.01)
+
     def end(self) -> None:
         """Begin to end, from any thread."""
         self.handle_exit(signal.SIGTERM, None)
@@ -264,3 +277,4 @@ class Server(uvicorn.Server):
         if not task.cancelled() and (error := task.exception()) is not None:
             self.failure = error
             self.should_exit = True
+        self._is_loaded.set()

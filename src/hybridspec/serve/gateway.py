@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.applications import Starlette
@@ -21,7 +21,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hybridspec.serve.app import assemble
 from hybridspec.serve.errors import ApiError, error_body, going_down, loading
-from hybridspec.serve.exchange import plain_scope
 from hybridspec.serve.metrics import render
 from hybridspec.serve.placement import Affinity, prefix_key
 from hybridspec.serve.wire import DONE, Json, event, read_bytes, until_gone
@@ -40,7 +39,7 @@ class Replicas(Protocol):
     """What answers requests."""
 
     def answer(
-        self, key: str | None, scope: dict[str, Any], body: bytes
+        self, key: str | None, scope: Scope, body: bytes
     ) -> AsyncGenerator[str | Message, None]:
         """Yield the name of the replica that took the request, then the messages of its answer.
 
@@ -48,7 +47,7 @@ class Replicas(Protocol):
 
         Args:
             key: name of the prefix, for the choice of the replica.
-            scope: as `plain_scope` makes it.
+            scope: of the request.
             body: all of it.
 
         Raises:
@@ -64,7 +63,7 @@ class Replicas(Protocol):
     def restart(self) -> None:
         """Put a new replica in the place of each, one after the other; waits until it is done."""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End them."""
 
 
@@ -129,7 +128,7 @@ class Gateway:
 
     async def close(self) -> None:
         if self._replicas is not None:
-            await run_in_threadpool(self._replicas.close)
+            await self._replicas.close()
 
     @property
     def replicas(self) -> Replicas:
@@ -174,9 +173,7 @@ class Gateway:
         key = prefix_key(scope["path"], body) if scope["method"] == "POST" else None
         answer, ended = _Answer(send), asyncio.Event()
         self._ended.add(ended)
-        work = asyncio.ensure_future(
-            self._answered(replicas, key, plain_scope(scope), body, answer)
-        )
+        work = asyncio.ensure_future(self._answered(replicas, key, scope, body, answer))
         others = [asyncio.ensure_future(until_gone(receive)), asyncio.ensure_future(ended.wait())]
         try:
             await asyncio.wait((work, *others), return_when=asyncio.FIRST_COMPLETED)
@@ -199,7 +196,7 @@ class Gateway:
         self,
         replicas: Replicas,
         key: str | None,
-        scope: dict[str, Any],
+        scope: Scope,
         body: bytes,
         answer: _Answer,
     ) -> None:

@@ -10,6 +10,7 @@ a cluster `app` is the whole application:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -23,14 +24,15 @@ from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from starlette.types import Message
+from starlette.concurrency import run_in_threadpool
+from starlette.types import Message, Scope
 
 from hybridspec.engine import LLM
 from hybridspec.errors import UnsupportedError
 from hybridspec.serve.api import Api
-from hybridspec.serve.app import create_app
-from hybridspec.serve.exchange import answers
+from hybridspec.serve.app import Server, create_app
 from hybridspec.serve.gateway import ReplicaLost, create_gateway
+from hybridspec.serve.lease import Leased, Leases, ReplicaClient
 from hybridspec.serve.options import ServeOptions
 from hybridspec.serve.ray_router import PrefixRouter
 
@@ -43,40 +45,50 @@ _OBJECTS_BYTES = 256 << 20  # Ray's memory for what travels: bodies and pieces o
 
 
 class Replica:
-    """One engine and its application in an actor.
+    """One engine and its server in an actor.
+
+    Requests come over HTTP, since what Serve's own calls cost for each piece of a stream is
+    several times what serving costs. Serve hands out leases: a call that is open as long as the
+    request runs, by which it counts requests, drains a replica and scales.
 
     Args:
         load_model: returns the engine.
-        options: how the application behaves.
+        options: how the server behaves.
+        host: address to listen on, for the fronts; None takes the node's.
         version: any text; replicas of another one are restarted when it is deployed.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve waits for it
-        self, load_model: Callable[[], LLM], options: Mapping[str, Any], version: str
+        self,
+        load_model: Callable[[], LLM],
+        options: Mapping[str, Any],
+        host: str | None,
+        version: str,
     ) -> None:
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
         labels = {"engine": str(context.rank.rank), "replica": self._name}
-        self._app = create_app(load_model, ServeOptions.of(options, labels=labels))
-        self._api: Api = self._app.state.served
-        loaded: asyncio.Future[None] = asyncio.Future()
+        behaviour = ServeOptions.of(options, labels=labels)
+        app = create_app(load_model, behaviour)
+        self._api: Api = app.state.served
+        self._leases = Leases()
+        app.add_middleware(Leased, leases=self._leases)
+        host = host or ray.util.get_node_ip_address()
+        self._server = Server(app, host=host, port=0, drain_s=behaviour.drain_s)
+        self._serving = asyncio.ensure_future(self._server.serve())
+        await self._server.loaded()  # Serve sends requests from here on
+        assert self._server.address is not None
+        self._url = "http://{}:{}".format(*self._server.address)
 
-        def on_loaded(task: asyncio.Future[None]) -> None:
-            error = task.exception()
-            loaded.set_result(None) if error is None else loaded.set_exception(error)
+    async def lease(self, key: str | None) -> AsyncGenerator[tuple[str, str, str], None]:
+        """Yield name, address and password for one request, and end when that is over.
 
-        self._app.state.on_loaded = on_loaded
-        self._life = self._app.router.lifespan_context(self._app)
-        await self._life.__aenter__()
-        await loaded  # Serve sends requests from here on
-
-    async def answer(
-        self, key: str | None, scope: dict[str, Any], body: bytes
-    ) -> AsyncGenerator[str | Message, None]:
-        """See `Replicas.answer`; the router has read the key."""
-        yield self._name
-        async for message in answers(self._app, scope, body):
-            yield message
+        Args:
+            key: name of its prefix; the router has read it.
+        """
+        password, is_over = self._leases.make()
+        yield self._name, self._url, password
+        await self._leases.wait(password, is_over)
 
     async def metrics(self) -> list[Metric]:
         return self._api.collect()
@@ -91,8 +103,9 @@ class Replica:
 
     async def __del__(self) -> None:
         """Let go of the engine; Serve calls it once nothing runs."""
-        if hasattr(self, "_life"):
-            await self._life.__aexit__(None, None, None)
+        if hasattr(self, "_serving"):
+            self._server.end()
+            await self._serving
 
 
 def replicas(
@@ -100,6 +113,7 @@ def replicas(
     options: Mapping[str, Any],
     deployment: Mapping[str, Any],
     *,
+    host: str | None = None,
     version: str = "",
 ) -> serve.Application:
     """Return the replicas as an application of Serve.
@@ -109,7 +123,7 @@ def replicas(
         options: fields of `ServeOptions`, or of `ServeOptions.of`.
         deployment: options of the deployment, such as num_replicas, autoscaling_config,
             ray_actor_options or placement_group_bundles; they go to Serve as they are.
-        version: see `Replica`.
+        host, version: see `Replica`.
     """
     behaviour = ServeOptions.of(options)
     defaults = {
@@ -122,7 +136,7 @@ def replicas(
         "logging_config": {"enable_access_log": False, "log_level": "WARNING"},
     }
     made = serve.deployment(Replica).options(**{**defaults, **deployment})
-    return made.bind(load_model, dict(options), version)
+    return made.bind(load_model, dict(options), host, version)
 
 
 class RayReplicas:
@@ -135,21 +149,28 @@ class RayReplicas:
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
         self._streaming = handle.options(stream=True)
+        self._client: ReplicaClient | None = None
 
     async def answer(
-        self, key: str | None, scope: dict[str, Any], body: bytes
+        self, key: str | None, scope: Scope, body: bytes
     ) -> AsyncGenerator[str | Message, None]:
-        response, is_over = self._streaming.answer.remote(key, scope, body), False
+        if self._client is None:
+            self._client = ReplicaClient()  # on the event loop that it belongs to
+        lease, is_taken = self._streaming.lease.remote(key), False
         try:
-            async for message in response:
-                yield message
-            is_over = True
+            name, url, password = await anext(lease)
+            yield name
+            async with contextlib.aclosing(
+                self._client.answer(url, password, scope, body)
+            ) as messages:
+                async for message in messages:
+                    is_taken = True  # the lease ends with the request
+                    yield message
         except (RayActorError, TaskCancelledError) as error:
-            is_over = True
             raise ReplicaLost(str(error)) from error
         finally:
-            if not is_over:
-                response.cancel()
+            if not is_taken:
+                lease.cancel()
 
     async def metrics(self) -> Sequence[Sequence[Metric]]:
         return await self._everywhere("metrics")
@@ -165,8 +186,10 @@ class RayReplicas:
     def restart(self) -> None:
         raise UnsupportedError("restart: on a cluster, deploy another version")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Leave the replicas to the cluster."""
+        if self._client is not None:
+            await self._client.close()
 
 
 class _OwnReplicas(RayReplicas):
@@ -185,9 +208,14 @@ class _OwnReplicas(RayReplicas):
         self._version += 1
         self._run()
 
-    def close(self) -> None:
-        serve.delete(_APPLICATION)  # waits for what the replicas let go of
-        ray.shutdown()
+    async def close(self) -> None:
+        await super().close()
+        await run_in_threadpool(_end_all)
+
+
+def _end_all() -> None:
+    serve.delete(_APPLICATION)  # waits until the replicas have let go of everything
+    ray.shutdown()
 
 
 def start_here(
@@ -221,7 +249,9 @@ def start_here(
     try:
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         return _OwnReplicas(
-            lambda version: replicas(load_model, options, deployment, version=version)
+            lambda version: replicas(
+                load_model, options, deployment, host="127.0.0.1", version=version
+            )
         )
     except (RuntimeError, RayServeException) as error:
         ray.shutdown()
