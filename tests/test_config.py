@@ -199,6 +199,8 @@ def test_what_a_caller_keeps_hold_of_is_copied() -> None:
         ("tokenizer", Path("x"), TypeError),
         ("seed", -1, ValueError),
         ("dtype", "x" * 1000, ValueError),
+        ("speculation", "maybe", ValueError),
+        ("speculation", None, ValueError),
         ("drafter", np.array(["mtp", "none"]), ValueError),
     ],
 )

@@ -17,6 +17,7 @@ __all__ = [
     "KV_LAYOUTS",
     "MAX_DRAFT_TOKENS",
     "RINGS",
+    "SPECULATION",
     "STATE_DTYPES",
     "EngineConfig",
     "SamplingParams",
@@ -27,6 +28,7 @@ MAX_NUM_SEQS = 256
 MAX_CONTINUATIONS = 1 << 16  # so that a slip of the keyboard does not fill the memory
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 STATE_DTYPES = (*DTYPES, "int8")
+SPECULATION = ("fixed", "dynamic", "off")
 DRAFTERS = ("auto", "mtp", "lookup", "none")
 KV_LAYOUTS = ("paged", "contiguous")
 ATTENTION_BACKENDS = ("auto", "triton", "fa3", "reference")
@@ -240,6 +242,9 @@ class EngineConfig:
 
     Attributes:
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
+        speculation: "fixed" proposes and verifies as many drafts as the options say; "dynamic"
+            up to that many, as promises most tokens per second at the present load and acceptance;
+            "off" is plain decoding.
         acceptance: accept drafts by force with these probabilities, by position behind the newest
             token, to measure; the output is synthetic then. None accepts what is right.
         acceptance_spread: half the width around them within which each draft draws its own.
@@ -282,6 +287,7 @@ class EngineConfig:
     """
 
     draft_tokens: int = 3
+    speculation: str = "fixed"
     verify_rows: int | None = None
     acceptance: tuple[float, ...] | None = None
     acceptance_spread: float = 0.0
@@ -330,6 +336,7 @@ class EngineConfig:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         for name, allowed in (
+            ("speculation", SPECULATION),
             ("dtype", DTYPES),
             ("state_dtype", STATE_DTYPES),
             ("ring", RINGS),
@@ -343,6 +350,8 @@ class EngineConfig:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(allowed)}, got {shown(value)}"
                 )
+        if self.speculation == "off":
+            object.__setattr__(self, "draft_tokens", 0)
         flag("dummy_weights", self.dummy_weights)
         flag("enable_prefix_caching", self.enable_prefix_caching)
         flag("enforce_eager", self.enforce_eager)
@@ -354,6 +363,16 @@ class EngineConfig:
             raise ValueError(
                 f'device: expected "auto", "cpu", "cuda" or "cuda:N", got {shown(self.device)}'
             )
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether a policy sizes the steps."""
+        return self.speculation == "dynamic" and self.draft_tokens > 0
+
+    @property
+    def needs_confidences(self) -> bool:
+        """Whether the drafter has to say how sure it is."""
+        return self.is_dynamic or self.verify_rows is not None
 
     def _check_mtp_from(self) -> None:
         if self.mtp_from is None:

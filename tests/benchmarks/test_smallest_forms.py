@@ -13,6 +13,11 @@ from helpers.scripts import ROOT, run_apart, run_here
 ON_A_CPU: dict[str, list] = {
     "acceptance.py": ["--prompts", 1, "--max-tokens", 4],
     "cpu_generate.py": ["--prompts", 1, "--max-tokens", 2, "--rounds", 1],
+    "dynamic_policy.py": ["--scale", 0.01, "--limit", 1],
+    "dynamic_policy_engine.py": [
+        *["--geometry", "bundled", "--device", "cpu", "--requests", 2, "--tokens", 8],
+        *["--prompt", 4, "--rounds", 1, "--spreads", 0.5, "--mixed-tokens", 6],
+    ],
     "engine_throughput.py": [
         "--geometry",
         "bundled",
@@ -82,7 +87,12 @@ ON_A_GPU: dict[str, list] = {
         "fixed",
     ],
     "gdn_8bit_forms.py": ["--first", "--tokens", 24, "--device", "cuda"],
+    "dynamic_policy_engine.py": [
+        *["--geometry", "bundled", "--requests", 2, "--tokens", 16],
+        *["--rounds", 1, "--spreads", 0.5, "--mixed-tokens", 8],
+    ],
     "gdn_drift.py": ["--steps", 500, "--modes", "bf16", "raw_bf16"],
+    "gdn_fold_order.py": ["--iterations", 1, "--limit", 1],
     "gdn_fold_stagger.py": ["--steps", 8, "--rounds", 1],
     "gdn_raw.py": ["--batch", 1, "--iters", 1],
     "gdn_verify.py": ["--batch", 1, "--iters", 1],

@@ -83,6 +83,7 @@ def test_json_with_trace_holds_the_steps(cli: Callable, fake: FakeLLM) -> None:
         "origins": ["accepted", "recovered"],
         "history_len": 4,
         "is_fold": False,
+        "expected_tokens": None,
     }
 
 

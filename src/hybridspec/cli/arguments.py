@@ -65,12 +65,14 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
         "--no-speculation": getattr(arguments, "no_speculation", False),
         "--drafter none": arguments.drafter == "none",
         "--draft-tokens 0": arguments.draft_tokens == 0,
+        "--speculation off": arguments.speculation == "off",
     }
     speculative = {
         "--draft-tokens": bool(arguments.draft_tokens),
         "--drafter": arguments.drafter in ("mtp", "lookup"),
         "--verify-rows": arguments.verify_rows is not None,
         "--acceptance": arguments.acceptance is not None,
+        "--speculation dynamic": arguments.speculation == "dynamic",
     }
     for one, is_plain in plain.items():
         for other, is_given in speculative.items():
@@ -91,6 +93,8 @@ def _settle_drafts(arguments: argparse.Namespace) -> None:
     if getattr(arguments, "no_speculation", False):
         if arguments.draft_tokens is not None:
             raise UsageError("--no-speculation and --draft-tokens: give one of them")
+        arguments.draft_tokens = 0
+    elif arguments.speculation == "off":
         arguments.draft_tokens = 0
     elif arguments.draft_tokens is None:
         arguments.draft_tokens = EngineConfig().draft_tokens

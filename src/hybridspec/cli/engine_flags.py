@@ -14,6 +14,7 @@ from hybridspec.config import (
     KV_LAYOUTS,
     MAX_DRAFT_TOKENS,
     RINGS,
+    SPECULATION,
     STATE_DTYPES,
     EngineConfig,
 )
@@ -141,6 +142,14 @@ def add_speculation_flags(parser: argparse.ArgumentParser, *, is_optional: bool)
         type=int,
         metavar="K",
         help=f"drafts per step, 0..{MAX_DRAFT_TOKENS} (default: {default})",
+    )
+    group.add_argument(
+        "--speculation",
+        choices=SPECULATION,
+        default="fixed",
+        metavar="MODE",
+        help="fixed: K drafts a step (default); dynamic: up to K, as many as pay at the present "
+        "load and acceptance; off: plain decoding",
     )
     group.add_argument(
         "--drafter",

@@ -16,17 +16,21 @@ from hybridspec.cli.render import (
     amount,
     drafter_name,
     drafting,
+    percent,
     synthetic,
 )
 
 if TYPE_CHECKING:
     from hybridspec.engine import EngineInfo
     from hybridspec.models import ModelConfig
+    from hybridspec.speculate import CostTable
 
 __all__ = ["as_json", "run", "sections"]
 
 _NAME_WIDTH = 24
 _RINGS = {"u": "corrections", "raw": "rows as they came; corrections are recomputed"}
+_SHOWN_SIZES = (1, 8, 32, 128, 256)  # requests whose steps' costs are printed
+_SIZED = {"fixed": "", "off": "", "dynamic": " at most, as many as pay"}
 _LAYOUTS = {"paged": "paged", "contiguous": "contiguous, the longest request in every slot"}
 
 
@@ -61,6 +65,7 @@ def sections(info: EngineInfo) -> dict[str, list[tuple[str, str]]]:
     return {
         "model": _model_rows(info),
         "engine": _engine_rows(info),
+        **({"sizes of steps": _policy_rows(info)} if info.config.is_dynamic else {}),
         "backends": [(op, f"{name}: {reason}") for op, (name, reason) in info.backends.items()],
         "memory of a request": _memory_rows(info),
     }
@@ -115,12 +120,39 @@ def _engine_rows(info: EngineInfo) -> list[tuple[str, str]]:
         ("device", config.device),
         ("dtype", f"{config.dtype}, recurrent state {config.state_dtype}"),
         ("rings", _RINGS[config.ring]),
-        ("draft tokens", f"{config.draft_tokens} a step"),
+        ("draft tokens", f"{config.draft_tokens} a step{_SIZED[config.speculation]}"),
         ("drafter", drafter_name(config)),
         ("longest request", f"{config.max_model_len:,} tokens"),
         ("keys and values", _LAYOUTS[config.kv_layout]),
         ("exact", info.exactness),
     ]
+
+
+def _policy_rows(info: EngineInfo) -> list[tuple[str, str]]:
+    """What captured steps cost, and what the policy expected of those that ran."""
+    costs, seen = info.step_costs, info.policy
+    rows = [("costs", "learnt from the steps that run")] if costs is None else _cost_rows(costs)
+    if seen.steps:
+        rows += [
+            ("steps", f"{seen.steps:,}, {seen.probes:,} of them to find out"),
+            ("tokens", f"{seen.committed:,}, expected {seen.expected_tokens:,.0f}"),
+            ("seconds", f"{seen.seconds:.2f}, expected {seen.expected_s:.2f}"),
+            ("accepted by position", "  ".join(map(percent, seen.acceptance))),
+        ]
+    return rows
+
+
+def _cost_rows(costs: CostTable) -> list[tuple[str, str]]:
+    rows = []
+    for size in costs.sizes_of(_SHOWN_SIZES):
+        verify = ", ".join(f"{n} rows {1e3 * s:.2f}" for n, s in costs.verify[size].items())
+        draft = ", ".join(f"{1e3 * s:.2f}" for s in costs.draft[size][1:])
+        rows.append((_count(size, "request"), f"{verify} ms; drafts {draft} ms"))
+    return rows
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
@@ -171,6 +203,8 @@ def as_json(info: EngineInfo) -> dict[str, Any]:
         "state_dtype": config.state_dtype,
         "ring": config.ring,
         **drafting(config),
+        "policy": dataclasses.asdict(info.policy),
+        "step_costs": None if info.step_costs is None else info.step_costs.as_dict(),
         "max_model_len": config.max_model_len,
         "kv_layout": config.kv_layout,
         "attention_backend": config.attention_backend,

@@ -113,6 +113,7 @@ def drafting(config: EngineConfig) -> dict[str, Any]:
         "drafter": config.drafter,
         "mtp_from": config.mtp_from,
         "draft_tokens": config.draft_tokens,
+        "speculation": config.speculation,
     }
 
 
@@ -186,6 +187,8 @@ def trace_line(step: StepOutput, draft_tokens: int, piece: Callable[[int], str])
         own = step.token_ids[-1]
         line.append(f"{step.origins[-1]:9s} ")
         line.append(shown(own, piece(own)), OWN)
+    if step.expected_tokens is not None:
+        line.append(f"  {len(step.token_ids)} of {step.expected_tokens:.1f} expected", FAINT)
     if step.finished:
         line.append(f"  {step.finish_reason}", FAINT)
     return line

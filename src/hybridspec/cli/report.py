@@ -318,19 +318,21 @@ def as_json(result: Result, *, with_steps: bool) -> dict[str, Any]:
     if output.prompt_logprobs is not None:
         document["prompt_logprobs"] = _reports_as_json(result.llm, output.prompt_logprobs)
     if with_steps:
-        document["steps"] = [
-            {
-                "index": step.index,
-                "step": step.step,
-                "drafted": step.drafted,
-                "token_ids": step.token_ids,
-                "origins": step.origins,
-                "history_len": step.history_len,
-                "is_fold": step.is_fold,
-            }
-            for step in result.steps
-        ]
+        document["steps"] = [_step_as_json(step) for step in result.steps]
     return document
+
+
+def _step_as_json(step: StepOutput) -> dict[str, Any]:
+    return {
+        "index": step.index,
+        "step": step.step,
+        "drafted": step.drafted,
+        "token_ids": step.token_ids,
+        "origins": step.origins,
+        "history_len": step.history_len,
+        "is_fold": step.is_fold,
+        "expected_tokens": step.expected_tokens,
+    }
 
 
 def _reports_as_json(llm: LLM, reports: Sequence[TokenLogprobs | None]) -> list[Any]:

@@ -18,7 +18,6 @@ from hybridspec.engine.backends import EXPERTS
 from hybridspec.engine.counters import Counters
 from hybridspec.engine.drafting import make_drafter
 from hybridspec.engine.exactness import check_products, is_row_by_row
-from hybridspec.engine.graphs import StepGraphs, ladder
 from hybridspec.engine.interrupts import interrupts_wait
 from hybridspec.engine.isolation import ProcessGuard, torch_defaults
 from hybridspec.engine.memory import make_pools
@@ -27,15 +26,15 @@ from hybridspec.engine.resolve import resolve
 from hybridspec.engine.rules import check_params, counted_logprobs, make_options
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
+from hybridspec.engine.sizing import capture_steps, first_calibration, make_policy, step_sizes
 from hybridspec.engine.text import Text
 from hybridspec.errors import CapacityError, CheckpointError
 from hybridspec.models import HybridModel, OnProgress, load_model, load_tokenizer
 from hybridspec.models.generation import end_token_ids
 from hybridspec.models.layers import ATTENTION
 from hybridspec.ops.accept import RequestTable
-from hybridspec.ops.sampling import SamplingUses
 from hybridspec.runtime import SamplingPool
-from hybridspec.speculate import Asks, Decoder, ForcedAcceptance, ListDrafter
+from hybridspec.speculate import Decoder, ForcedAcceptance, ListDrafter
 
 __all__ = ["Engine"]
 
@@ -45,7 +44,6 @@ CAPTURED_OPS = ("gated_delta_rule", "causal_conv1d", ATTENTION, EXPERTS)
 # Prompt rows of one request per forward, and of all requests beside a decode step, which waits
 # for them; on an H200 512 rows of a model of 7 B take as long as two decode steps.
 PROMPT_CHUNK = 512
-MOST_CAPTURED = 256  # requests of the largest captured step
 PENALTY_ROWS = 64  # requests with penalties at a time, on a device; more of them wait
 
 
@@ -94,8 +92,17 @@ class Engine:
         )
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self.pools, self.allocator = make_pools(self.resolved)
+        decoder, graphs = self._decoder(drafter), None
+        sizes = step_sizes(self.allocator, self.config)
+        check_products(self.model, [rows for budgets in sizes.values() for rows in budgets])
+        if self._can_capture(drafter):
+            graphs = capture_steps(decoder, self.allocator, sizes, self.config)
         self.runner = Runner(
-            self._decoder(drafter), self.allocator, verify_rows=self.config.verify_rows
+            decoder,
+            self.allocator,
+            make_policy(self.config, graphs),
+            graphs=graphs,
+            has_confidences=self.config.needs_confidences,
         )
         assert self.config.max_num_batched_tokens is not None  # resolved
         # On a device the next step is launched before the outcome of the last one is read.
@@ -108,7 +115,6 @@ class Engine:
             # What is computed anew is computed in chunks, whose bits differ from those of steps.
             is_set_back=self.config.exact != "bitwise",
         )
-        self.runner.graphs = self._captured(drafter)
         self._ids = itertools.count()
         self.lock = threading.Lock()
         self._inbox: deque[Request] = deque()
@@ -122,29 +128,14 @@ class Engine:
         reads = any(backends.get(op, ("",))[0] == "reference" for op in CAPTURED_OPS)
         return is_device and drafter is None and not reads and not self.config.enforce_eager
 
-    def _captured(self, drafter: ListDrafter | None) -> StepGraphs | None:
-        sizes = ladder(min(self.allocator.max_slots, MOST_CAPTURED))
-        most_rows, budget = self.runner.decoder.most_rows, self.config.verify_rows
-        check_products(self.model, [most_rows(size, budget) for size in sizes])
-        if not self._can_capture(drafter):
-            return None
-        return StepGraphs(
-            self.runner.decoder,
-            self.allocator,
-            sizes,
-            asks=Asks(
-                uses=SamplingUses.everything(),
-                has_confidences=self.config.verify_rows is not None,
-            ),
-            verify_rows=self.config.verify_rows,
-        )
-
     def _decoder(self, drafter: ListDrafter | None) -> Decoder:
         """Put together what steps work on."""
         pools, forced = self.pools, None
         if self.config.acceptance is not None:
             _log.warning("synthetic: drafts are accepted by force, not because they are right")
-            forced = ForcedAcceptance(self.config.acceptance, self.config.acceptance_spread)
+            forced = ForcedAcceptance.of(
+                self.config.acceptance, self.config.acceptance_spread, pools.device
+            )
         return Decoder(
             model=self.model,
             pools=pools,
@@ -162,6 +153,7 @@ class Engine:
             drafter=make_drafter(self.config, self.model, pools, self.tokenizer, drafter),
             forced=forced,
             is_row_by_row=is_row_by_row(self.config, pools.device),
+            calibration=first_calibration(self.config, pools.device),
         )
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, field
 
 from hybridspec.config import EngineConfig
 from hybridspec.engine.counters import Counters
@@ -10,6 +11,7 @@ from hybridspec.engine.engine import Engine
 from hybridspec.engine.exactness import describe_exactness
 from hybridspec.engine.memory import available_bytes
 from hybridspec.models import ModelConfig
+from hybridspec.speculate import CostTable, DynamicPolicy, PolicyReport
 
 __all__ = ["EngineInfo", "describe"]
 
@@ -31,6 +33,8 @@ class EngineInfo:
             row (draft_tokens + 1 of them), which is what `request_bytes` replaces.
         num_requests_fit: requests of max_model_len tokens that fit the memory.
         counters: what it holds and has done.
+        policy: what the policy that sizes steps expected so far, and what happened.
+        step_costs: measured seconds of captured steps; None where costs are learnt, or not asked.
     """
 
     model: str
@@ -44,6 +48,8 @@ class EngineInfo:
     snapshot_bytes: int
     num_requests_fit: int
     counters: Counters
+    policy: PolicyReport = field(default_factory=PolicyReport)
+    step_costs: CostTable | None = None
 
     @property
     def exactness(self) -> str:
@@ -71,6 +77,8 @@ def describe(engine: Engine) -> EngineInfo:
         )
     else:
         fit = min(engine.allocator.max_slots, available_bytes(pools.device) // whole)
+    policy = engine.runner.policy
+    costs = policy.costs if isinstance(policy, DynamicPolicy) else None
     return EngineInfo(
         model=str(engine.folder),
         config=engine.config,
@@ -83,4 +91,6 @@ def describe(engine: Engine) -> EngineInfo:
         snapshot_bytes=(engine.config.draft_tokens + 1) * specs.state_bytes(),
         num_requests_fit=fit,
         counters=engine.counters(),
+        policy=copy.deepcopy(policy.report),
+        step_costs=copy.deepcopy(costs) if isinstance(costs, CostTable) else None,
     )

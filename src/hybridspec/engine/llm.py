@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from hybridspec.engine.info import EngineInfo, describe
 from hybridspec.engine.memory import fitting_memory
 from hybridspec.engine.outputs import RequestOutput, StepOutput
 from hybridspec.engine.progress import show_progress
-from hybridspec.engine.prompts import prompt_list
+from hybridspec.engine.prompts import params_list, prompt_list
 from hybridspec.engine.request import Request
 from hybridspec.engine.resolve import model_folder
 from hybridspec.engine.waiting import in_threads, run_requests
@@ -47,6 +47,9 @@ class LLM:
         model: folder in Hugging Face layout, the id of a repository on the Hugging Face hub, or
             "bundled" for the model in this package.
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
+        speculation: "fixed" proposes and verifies `draft_tokens` drafts; "dynamic" up to that many,
+            as promises most tokens per second at the present load and acceptance; "off" none. What
+            is generated is the same.
         acceptance, acceptance_spread: accept drafts by force with these probabilities, give or take
             the spread, to measure; what comes out is synthetic.
         verify_rows: most rows of a verify step over all requests, the most probable drafts first;
@@ -92,6 +95,7 @@ class LLM:
         model: str | Path,
         *,
         draft_tokens: int = 3,
+        speculation: str = "fixed",
         verify_rows: int | None = None,
         acceptance: Sequence[float] | None = None,
         acceptance_spread: float = 0.0,
@@ -126,6 +130,7 @@ class LLM:
             raise ValueError("memory_fraction, gpu_memory_utilization: give one of them")
         config = EngineConfig(
             draft_tokens=draft_tokens,
+            speculation=speculation,
             verify_rows=verify_rows,
             acceptance=None if acceptance is None else tuple(acceptance),
             acceptance_spread=acceptance_spread,
@@ -370,24 +375,9 @@ class LLM:
         """
         if params is None:
             params = self.default_sampling_params()
-        if isinstance(params, SamplingParams):
-            each: list[Any] = [params] * len(items)
-        else:
-            is_one = isinstance(params, Mapping | str) or not isinstance(params, Iterable)
-            each = [params] if is_one else list(params)
-            if not is_one and len(each) != len(items):
-                raise ValueError(
-                    f"sampling_params: expected one or {len(items)} (one per prompt), "
-                    f"got {len(each)}"
-                )
-        for one in each:
-            if not isinstance(one, SamplingParams):
-                raise TypeError(
-                    f"sampling_params: expected SamplingParams, got {type(one).__name__}"
-                )
         return [
             self._engine.make_request(item, one, add_special_tokens=add_special_tokens)
-            for item, one in zip(items, each, strict=True)
+            for item, one in zip(items, params_list(params, len(items)), strict=True)
         ]
 
     def _outputs(self, requests: list[Request], *, has_progress: bool) -> list[RequestOutput]:

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["Outbox", "Posted"]
 
 # Number in its group, index of the continuation, step, tokens before it, tokens added, drafts
-# accepted, drafts, text added, history_len, is_fold, finish_reason, stop_reason. A plain tuple:
-# the collector follows named ones for ever.
+# accepted, drafts, text added, history_len, is_fold, expected tokens, finish_reason, stop_reason. A
+# plain tuple: the collector follows named ones for ever.
 Posted = tuple[
-    int, int, int, int, int, int, tuple[int, ...], str, int, bool, str | None, int | str | None
-]
+    int, int, int, int, int, int, tuple[int, ...], str, int, bool, float | None, str | None,
+    int | str | None,
+]  # fmt: skip
 
 
 class Outbox:
@@ -59,7 +60,7 @@ class Outbox:
     def _output(self, posted: Posted) -> StepOutput:
         (
             number, index, step, first, count, num_accepted, drafted, text, history_len, is_fold,
-            finish_reason, stop_reason,
+            expected_tokens, finish_reason, stop_reason,
         ) = posted  # fmt: skip
         request = self._request.continuations[index]
         begin = len(request.prompt_token_ids) + first
@@ -72,6 +73,7 @@ class Outbox:
             text=text,
             history_len=history_len,
             is_fold=is_fold,
+            expected_tokens=expected_tokens,
             finished=finish_reason is not None,
             finish_reason=finish_reason,
             stop_reason=stop_reason,

@@ -138,6 +138,8 @@ class StepOutput:
         text: text added, whole UTF-8 characters only.
         history_len: live ring rows before the step.
         is_fold: whether the step folded the ring into the checkpoint.
+        expected_tokens: tokens that the policy expected of a request in this step, as it chose its
+            sizes; None where nothing is chosen.
         finished, finish_reason, stop_reason: whether and why the continuation ended.
         index: which continuation the step belongs to.
         logprobs: of `token_ids`, as in CompletionOutput.
@@ -157,6 +159,7 @@ class StepOutput:
     stop_reason: int | str | None = None
     index: int = 0
     logprobs: list[TokenLogprobs] | None = None
+    expected_tokens: float | None = None
 
     @property
     def output(self) -> RequestOutput:

@@ -1,13 +1,38 @@
-"""The forms in which callers give prompts, brought into one list."""
+"""The forms in which callers give prompts and their parameters, brought into one list each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
+from hybridspec.config import SamplingParams
 from hybridspec.errors import UnsupportedError
 
-__all__ = ["prompt_list"]
+__all__ = ["params_list", "prompt_list"]
+
+
+def params_list(params: Any, count: int) -> list[SamplingParams]:
+    """Return sampling parameters, one for each of so many prompts.
+
+    Args:
+        params: one for all prompts, or one per prompt.
+        count: how many prompts there are.
+
+    Raises:
+        ValueError, TypeError: if there is another number of them, or one is something else.
+    """
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    is_one = isinstance(params, Mapping | str) or not isinstance(params, Iterable)
+    each = [params] if is_one else list(params)
+    if not is_one and len(each) != count:
+        raise ValueError(
+            f"sampling_params: expected one or {count} (one per prompt), got {len(each)}"
+        )
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise TypeError(f"sampling_params: expected SamplingParams, got {type(one).__name__}")
+    return each
 
 
 def prompt_list(prompts: Any, prompt_token_ids: Any) -> list[str | list[Any]]:

@@ -211,14 +211,20 @@ class Request:
         return len(tokens)
 
     def post(
-        self, count: int, num_accepted: int, drafted: Sequence[int], history_len: int, is_fold: bool
+        self,
+        count: int,
+        num_accepted: int,
+        drafted: Sequence[int],
+        history_len: int,
+        is_fold: bool,
+        expected_tokens: float | None = None,
     ) -> None:
         """Put what a step added into the outbox.
 
         Args:
             count: tokens that the step added.
             num_accepted: drafts that were right.
-            drafted, history_len, is_fold: as in StepOutput.
+            drafted, history_len, is_fold, expected_tokens: as in StepOutput.
         """
         group, text = self.group, self.text
         group.num_posted += 1
@@ -238,6 +244,7 @@ class Request:
                 added,
                 history_len,
                 is_fold,
+                expected_tokens,
                 self.finish_reason,
                 self.stop_reason,
             )

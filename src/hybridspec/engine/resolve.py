@@ -211,7 +211,7 @@ def _with_drafter(config: EngineConfig, *, has_mtp: bool, name: str) -> EngineCo
     """Return the config with the drafter chosen, and without drafts where there is none."""
     drafter = config.drafter
     if config.draft_tokens == 0 or drafter == "none":
-        return replace(config, drafter="none", mtp_from=None, draft_tokens=0)
+        return replace(config, drafter="none", mtp_from=None, draft_tokens=0, speculation="off")
     if not has_mtp:
         if drafter == "mtp":
             raise ValueError(

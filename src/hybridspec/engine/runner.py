@@ -6,23 +6,27 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hybridspec.engine.counters import Counters
 from hybridspec.engine.graphs import StepGraphs
+from hybridspec.engine.launch import Launch
 from hybridspec.engine.request import Request
-from hybridspec.ops.accept import RequestTable, StepResult, Taken
+from hybridspec.engine.sizing import tell_calibration
+from hybridspec.ops.accept import RequestTable, Taken
 from hybridspec.ops.sampling import NO_TOKEN
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import Allocator, to_device, upload_parts
 from hybridspec.speculate import (
     Asks,
     Decoder,
-    LogprobReport,
     Outcome,
+    Policy,
+    StepPlan,
+    StepSeen,
     TokenLogprobs,
     decode_step,
     prefill_step,
@@ -33,27 +37,6 @@ __all__ = ["Runner"]
 
 _ROWS_WITH_LOGITS = 64  # prompt rows whose logits are held at a time
 _MOST_STEPS = 256  # sizes of plans that are kept
-
-
-@dataclass(slots=True, kw_only=True)
-class _Launch:
-    """A step whose outcome the host has not read yet.
-
-    Attributes:
-        requests: the batch.
-        admissions: of each request when the step was launched; a slot may be another's since.
-        outcome: what the step found.
-        is_prefill: whether these are first tokens.
-        started: when it was launched.
-        copied: set on a device once the outcome lies in host memory.
-    """
-
-    requests: Sequence[Request]
-    admissions: Sequence[int]
-    outcome: Outcome
-    is_prefill: bool
-    started: float
-    copied: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,19 +61,29 @@ class Runner:
     Attributes:
         decoder: model and memories.
         allocator: says which pages requests have.
-        verify_rows: most rows of a verify step over all requests; None verifies every draft.
+        policy: sizes the steps.
         graphs: captured steps; None runs every step operator by operator.
+        has_confidences: whether rows or sizes are chosen by the drafter's confidences.
         launched: steps whose outcome was not read yet, oldest first.
         counters: told of every forward and of what it brought.
     """
 
-    def __init__(self, decoder: Decoder, allocator: Allocator, *, verify_rows: int | None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        allocator: Allocator,
+        policy: Policy,
+        *,
+        graphs: StepGraphs | None = None,
+        has_confidences: bool = False,
+    ) -> None:
         self.decoder = decoder
         self.allocator = allocator
+        self.policy = policy
+        self.has_confidences = has_confidences
+        self.graphs = graphs
+        self.launched: deque[Launch] = deque()
         self.counters = Counters.create(decoder.requests.most_drafts)
-        self.verify_rows = verify_rows
-        self.graphs: StepGraphs | None = None
-        self.launched: deque[_Launch] = deque()
         self._steps: dict[tuple[int, int], Step] = {}
         self._lanes: tuple[list[int], Tensor] = ([], torch.empty(0))
         self._last: _Batch | None = None
@@ -182,10 +175,11 @@ class Runner:
             self._upload(following, torch.int64),
             self._upload(complete, torch.int64),
             self._asks([requests[b] for b in complete]),
+            self.policy.drafts,
         )
         self._report_prompts(requests, hidden, lengths)
         if outcome is not None:
-            self._launch([requests[b] for b in complete], outcome, started, is_prefill=True)
+            self.launched.append(Launch.of([requests[b] for b in complete], outcome, started))
 
     def _report_prompts(
         self, requests: Sequence[Request], hidden: Tensor, lengths: Sequence[int]
@@ -216,10 +210,15 @@ class Runner:
         started = time.perf_counter()
         self.counters.num_steps += 1
         batch = self._batch(requests)
-        outcome = None if self.graphs is None else self.graphs.run(batch.slots, batch.asks)
+        plan, begun, outcome = self.policy.choose(len(batch.slots)), None, None
+        if self.decoder.pools.device.type == "cuda":
+            begun = torch.cuda.Event(enable_timing=True)
+            begun.record()
+        if self.graphs is not None:
+            outcome = self.graphs.run(batch.slots, batch.asks, plan)
         if outcome is None:
-            outcome = self._run(batch.slots, batch.asks)
-        self._launch(batch.requests, outcome, started, is_prefill=False)
+            plan, outcome = self._run(batch.slots, batch.asks, plan)
+        self.launched.append(Launch.of(batch.requests, outcome, started, plan=plan, begun=begun))
 
     def _batch(self, requests: Sequence[Request]) -> _Batch:
         """Describe a batch; most are the same as the one before."""
@@ -233,39 +232,61 @@ class Runner:
             )
         return self._last
 
-    def _run(self, slots: list[int], asks: Asks) -> Outcome:
-        """Run a step operator by operator."""
+    def _run(self, slots: list[int], asks: Asks, plan: StepPlan) -> tuple[StepPlan, Outcome]:
+        """Run a step operator by operator; the plan says how many rows it really had."""
         decoder, count = self.decoder, len(slots)
         if slots != self._lanes[0]:
             self._lanes = (slots, self.allocator.upload(slots))
         elif self.allocator.has_grown:
             self.allocator.upload(())
         lanes = self._lanes[1]
-        num_rows = decoder.most_rows(count, self.verify_rows)
+        num_rows = min(plan.rows, count * (decoder.requests.most_drafts + 1))
         if not lanes.is_cuda:  # a device keeps its shapes; here dead rows cost time
             num_rows = min(num_rows, count + int(decoder.requests.num_drafts[lanes].sum()))
         step = self._step(count, num_rows)
-        return decode_step(decoder, lanes, step, num_rows=num_rows, asks=asks)
+        outcome = decode_step(
+            decoder, lanes, step, num_rows=num_rows, num_drafts=plan.drafts, asks=asks
+        )
+        return replace(plan, rows=num_rows, is_captured=False), outcome
 
     def collect(self, most_launched: int) -> None:
         """Tell requests what their steps brought, until at most so many steps are unread."""
         while len(self.launched) > most_launched:
             launch = self.launched.popleft()
-            if launch.copied is not None:
-                launch.copied.synchronize()
+            seconds = launch.wait()
             elapsed = time.perf_counter() - launch.started
             first = 0
-            rows = launch.outcome.result.packed[: len(launch.requests)].tolist()
+            packed = launch.outcome.result.packed[: len(launch.requests)]
+            committed = 0
             for request, admission, row in zip(
-                launch.requests, launch.admissions, rows, strict=True
+                launch.requests, launch.admissions, packed.tolist(), strict=True
             ):
                 taken = Taken.of(row)
                 if request.finish_reason is None and request.admission == admission:
                     self._tell(request, taken, launch, first, elapsed)
                 first += taken.num_rows
+                committed += len(taken.tokens)
+            if launch.plan is not None:
+                self._learn(launch.plan, launch.outcome, packed, committed, seconds)
+
+    def _learn(
+        self, plan: StepPlan, outcome: Outcome, packed: Tensor, committed: int, seconds: float
+    ) -> None:
+        """Let the policy know what a step brought, and the steps to come what it has learnt."""
+        sure = outcome.confidences
+        # What is run apart from the graphs says nothing of what they cost.
+        is_typical = plan.is_captured or self.graphs is None
+        seen = StepSeen(
+            committed=committed,
+            seconds=seconds if is_typical else None,
+            outcomes=packed[:, :3],
+            confidences=None if sure is None else sure[: packed.shape[0]],
+        )
+        self.policy.note(plan, seen)
+        tell_calibration(self.policy, self.decoder.calibration)
 
     def _tell(
-        self, request: Request, taken: Taken, launch: _Launch, first: int, elapsed: float
+        self, request: Request, taken: Taken, launch: Launch, first: int, elapsed: float
     ) -> None:
         """Hand a request its tokens and post what the step added."""
         tokens, drafts, report = taken.tokens, taken.drafts, launch.outcome.report
@@ -274,7 +295,7 @@ class Runner:
             reports = report.read(tokens, [count] * len(tokens), first)
         if taken.done == RequestTable.DONE_BY_NAN:
             tokens, reports = [*tokens, NO_TOKEN], None if reports is None else [*reports, {}]
-        is_first = launch.is_prefill and request.num_generated == 0
+        is_first = launch.plan is None and request.num_generated == 0
         num_taken = request.take(tokens, reports)
         stats, counters = request.stats, self.counters
         counters.generated_tokens += num_taken
@@ -290,24 +311,13 @@ class Runner:
         counters.outcomes[len(drafts)][taken.num_accepted] += 1
         counters.folds += taken.is_fold
         stats.decode_s += elapsed
-        request.post(num_taken, taken.num_accepted, drafts, taken.history_len, taken.is_fold)
-
-    def _launch(
-        self, requests: Sequence[Request], outcome: Outcome, started: float, *, is_prefill: bool
-    ) -> None:
-        """Note a step and begin to copy its outcome to the host."""
-        copied = None
-        if outcome.result.packed.is_cuda:
-            outcome, copied = _copied_to_host(outcome)
-        self.launched.append(
-            _Launch(
-                requests=requests,
-                admissions=[request.admission for request in requests],
-                outcome=outcome,
-                is_prefill=is_prefill,
-                started=started,
-                copied=copied,
-            )
+        request.post(
+            num_taken,
+            taken.num_accepted,
+            drafts,
+            taken.history_len,
+            taken.is_fold,
+            None if launch.plan is None else launch.plan.expected_per_request,
         )
 
     def _asks(self, requests: Sequence[Request]) -> Asks:
@@ -317,7 +327,7 @@ class Runner:
         return Asks(
             uses=self.decoder.sampling.uses(slots),
             num_logprobs=max(counts, default=None),
-            has_confidences=self.verify_rows is not None,
+            has_confidences=self.has_confidences,
             overflow=self.decoder.sampling.overflow if is_large else None,
         )
 
@@ -342,21 +352,3 @@ class Runner:
 def _next(span: Sequence[int], rows: int) -> Sequence[int]:
     """The token after each row; 0 after the prompt's last one, which is not known yet."""
     return span[1:] if len(span) > rows else [*span[1:], 0]
-
-
-def _copied_to_host(outcome: Outcome) -> tuple[Outcome, torch.cuda.Event]:
-    """Begin to copy an outcome into pinned memory; the event says when it is there."""
-    result, report = outcome.result, outcome.report
-
-    def start(tensor: Tensor) -> Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
-    packed = start(result.packed)
-    on_host = Outcome(
-        result=StepResult(packed, packed[:, 0]),
-        report=None if report is None else LogprobReport(start(report.packed)),
-    )
-    copied = torch.cuda.Event()
-    copied.record()
-    return on_host, copied

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hybridspec.speculate.acceptance import AcceptanceModel
+from hybridspec.speculate.costs import Costs, CostTable, LearntCosts, row_budgets
 from hybridspec.speculate.decoder import Asks, Decoder, Drafter, Outcome
 from hybridspec.speculate.draft import Draft, DraftsFromLists, ListDrafter, MtpDrafter, NoDrafter
 from hybridspec.speculate.forced import ForcedAcceptance
@@ -12,15 +14,29 @@ from hybridspec.speculate.logprobs import (
     report_logprobs,
 )
 from hybridspec.speculate.lookup import LookupDrafter
-from hybridspec.speculate.step import decode_step, prefill_step
+from hybridspec.speculate.policy import (
+    DynamicPolicy,
+    FixedPolicy,
+    Policy,
+    PolicyReport,
+    StepPlan,
+    StepSeen,
+)
+from hybridspec.speculate.step import decode_step, prefill_step, verify_step
 
 __all__ = [
+    "AcceptanceModel",
     "Asks",
+    "CostTable",
+    "Costs",
     "Decoder",
     "Draft",
     "Drafter",
     "DraftsFromLists",
+    "DynamicPolicy",
+    "FixedPolicy",
     "ForcedAcceptance",
+    "LearntCosts",
     "ListDrafter",
     "Logprob",
     "LogprobReport",
@@ -28,8 +44,14 @@ __all__ = [
     "MtpDrafter",
     "NoDrafter",
     "Outcome",
+    "Policy",
+    "PolicyReport",
+    "StepPlan",
+    "StepSeen",
     "TokenLogprobs",
     "decode_step",
     "prefill_step",
     "report_logprobs",
+    "row_budgets",
+    "verify_step",
 ]

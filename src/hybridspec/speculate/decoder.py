@@ -48,10 +48,13 @@ class Outcome:
     Attributes:
         result: tokens, counts, folds and ends of each request of the batch.
         report: log-probabilities of the rows' tokens, None if nobody asked.
+        confidences: of the drafts that each request had, verified or not, 0 where it had none,
+            [B, k] fp32; None where nothing is learnt of them.
     """
 
     result: StepResult
     report: LogprobReport | None = None
+    confidences: Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -61,7 +64,9 @@ class Drafter(Protocol):
         """Take in rows of the target: hidden [N, D] and the tokens [N] that follow them."""
         ...
 
-    def propose(self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks) -> None:
+    def propose(
+        self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks, num_drafts: int
+    ) -> None:
         """Store drafts, confidences and their number in `decoder.requests`.
 
         Args:
@@ -69,6 +74,7 @@ class Drafter(Protocol):
             last_hidden: what `absorb` gave for each request's last committed row, [B, D].
             slots: slot of each request, -1 where nothing is to be drafted, [B] int32.
             asks: what the requests may need.
+            num_drafts: most drafts of a request; none is a number, too.
         """
         ...
 
@@ -85,6 +91,9 @@ class Decoder:
         drafter: proposes tokens.
         forced: replaces which drafts stand; None: those that are right.
         is_row_by_row: whether every row to verify is a forward pass of its own.
+        calibration: acceptance of drafts by position and confidence, [k, M] fp32, by which rows are
+            chosen and which follows what steps report; None: the drafter's own confidences are
+            taken, and not reported.
     """
 
     model: HybridModel
@@ -94,6 +103,7 @@ class Decoder:
     drafter: Drafter
     forced: ForcedAcceptance | None = None
     is_row_by_row: bool = False
+    calibration: Tensor | None = None
 
     def forward(self, step: Step) -> Tensor:
         """Run the trunk over the rows of a step; hidden states [N, D]."""
@@ -118,16 +128,6 @@ class Decoder:
         length = int(seq_len[slot]) + 1
         pages = pools.page_table[slot, : -(-length // pools.page_size)].long()
         return pools.token_pages[pages].flatten()[:length].tolist()
-
-    def most_rows(self, count: int, verify_rows: int | None) -> int:
-        """Return the most rows that a step of `count` requests verifies.
-
-        Args:
-            count: requests of the step; each has at least its newest token.
-            verify_rows: budget of a step; None: room for all drafts.
-        """
-        rows = count * (self.requests.most_drafts + 1)
-        return rows if verify_rows is None else min(rows, max(verify_rows, count))
 
     def log(self, seq_len: Tensor) -> TokenLog:
         """Return the token log with its newest tokens at these positions, [S] int32."""

@@ -25,16 +25,17 @@ from hybridspec.speculate.decoder import Asks, Decoder
 __all__ = ["Draft", "DraftsFromLists", "ListDrafter", "MtpDrafter", "NoDrafter", "wanted_drafts"]
 
 
-def wanted_drafts(decoder: Decoder, slots: Tensor) -> Tensor:
+def wanted_drafts(decoder: Decoder, slots: Tensor, num_drafts: int) -> Tensor:
     """Return how many drafts each request can still use, [B] int32; 0 in padding.
 
-    No more than it wants, none past its last position, none once it is done.
+    No more than `num_drafts` and than it wants, none past its last position, none once it is done.
     """
     requests, seq_len = decoder.requests, decoder.pools.seq_len
     rows = requests.rows_of(slots)
     newest = seq_len.index_select(0, rows.clamp(max=requests.num_slots - 1))
     room = requests.last_position.index_select(0, rows) - newest - 1
-    wanted = torch.minimum(requests.draft_limit.index_select(0, rows), room).clamp_(min=0)
+    wanted = torch.minimum(requests.draft_limit.index_select(0, rows), room)
+    wanted = wanted.clamp_(min=0, max=num_drafts)
     # The scratch row is done, so padding wants nothing.
     return wanted * (requests.is_done.index_select(0, rows) == 0)
 
@@ -46,7 +47,9 @@ class NoDrafter:
         """Return what came; arguments as in `Drafter`."""
         return hidden
 
-    def propose(self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks) -> None:
+    def propose(
+        self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks, num_drafts: int
+    ) -> None:
         """Do nothing; arguments as in `Drafter`."""
 
 
@@ -100,16 +103,18 @@ class MtpDrafter:
         """
         return self.head.forward(next_tokens, hidden, step, self.memory)
 
-    def propose(self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks) -> None:
+    def propose(
+        self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks, num_drafts: int
+    ) -> None:
         """Propose tokens one after the other and store them; arguments as in `Drafter`."""
         requests, pools = decoder.requests, self.pools
-        wanted = wanted_drafts(decoder, slots)
+        wanted = wanted_drafts(decoder, slots, num_drafts)
         rows = requests.rows_of(slots).long()
         requests.num_drafts.index_copy_(0, rows, wanted)
         counts = None if slots.is_cuda else wanted.tolist()
         hidden, tokens, cursor = last_hidden, slots, pools.seq_len.clone()
         memory, step = replace(self.memory, seq_len=cursor), None
-        for j in range(requests.most_drafts):
+        for j in range(min(num_drafts, requests.most_drafts)):
             if counts is not None and min(counts, default=0) <= j:
                 # The shapes of a device are fixed; here dead rows cost time.
                 keep = [b for b, count in enumerate(counts) if count > j]
@@ -207,10 +212,12 @@ class DraftsFromLists:
         """Do nothing: the tokens come with `propose`."""
         return hidden
 
-    def propose(self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks) -> None:
+    def propose(
+        self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks, num_drafts: int
+    ) -> None:
         """Read the requests' tokens, ask, and store the drafts; arguments as in `Drafter`."""
         requests = decoder.requests
-        wanted = wanted_drafts(decoder, slots).tolist()
+        wanted = wanted_drafts(decoder, slots, num_drafts).tolist()
         numbers = slots.tolist()
         asking = [b for b, count in enumerate(wanted) if count > 0]
         requests.num_drafts.index_fill_(0, requests.rows_of(slots).long(), 0)

@@ -6,7 +6,9 @@ What such a run writes is synthetic.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,17 +28,25 @@ class ForcedAcceptance:
     confidence, and stands if another draw is below it. Both draws are functions of slot and
     position only, made where the step runs.
 
+    Captured steps read both where they lie, so they may be written between steps.
+
     Attributes:
-        rates: P_1, P_2, ...; the last one counts for all further drafts.
-        spread: half the width of a draft's own probability.
+        rates: P_1, P_2, ...; the last one counts for all further drafts, [n] fp32.
+        spread: half the width of a draft's own probability, [] fp32.
     """
 
-    rates: tuple[float, ...]
-    spread: float = 0.0
+    rates: Tensor
+    spread: Tensor
+
+    @classmethod
+    def of(cls, rates: Sequence[float], spread: float, device: torch.device) -> Self:
+        """Put rates and spread where the steps run."""
+        numbers = torch.tensor([spread, *rates], dtype=torch.float32, device=device)
+        return cls(numbers[1:], numbers[0])
 
     def confidence(self, slots: Tensor, positions: Tensor, index: int) -> Tensor:
         """Return the probability of draft `index` (0 is the first) at its position, [B] fp32."""
-        rate = self.rates[min(index, len(self.rates) - 1)]
+        rate = self.rates[min(index, self.rates.shape[0] - 1)]
         draw = _uniform(slots, positions, _DRAW)
         return (rate + self.spread * (2 * draw - 1)).clamp(0, 1)
 

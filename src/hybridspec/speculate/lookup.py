@@ -24,14 +24,16 @@ class LookupDrafter:
         """Return what came: the tokens are in the log; arguments as in `Drafter`."""
         return hidden
 
-    def propose(self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks) -> None:
+    def propose(
+        self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks, num_drafts: int
+    ) -> None:
         """Propose what followed each request's newest tokens before, nothing if they are new.
 
         The confidence of m agreeing tokens is m / (m + 1), for each draft. Arguments as in
         `Drafter`.
         """
         pools, requests = decoder.pools, decoder.requests
-        wanted = wanted_drafts(decoder, slots)
+        wanted = wanted_drafts(decoder, slots, num_drafts)
         drafts, found, agreement = look_up(
             pools.token_pages,
             pools.page_table,

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridspec.ops.verify_plan import Step, plan_step
 from hybridspec.speculate.decoder import Decoder
 
-__all__ = ["plan_rows"]
+__all__ = ["drafted_confidences", "plan_rows"]
 
 
 def plan_rows(decoder: Decoder, lanes: Tensor, step: Step, *, num_rows: int) -> Tensor:
@@ -45,7 +45,25 @@ def plan_rows(decoder: Decoder, lanes: Tensor, step: Step, *, num_rows: int) -> 
         ring_start=None if options.is_aligned else pools.ring_start,
         num_rows=num_rows,
         num_drafts=num_drafts,
+        calibration=decoder.calibration,
         max_window=options.max_window,
         plan=step,
     )
     return slots
+
+
+def drafted_confidences(decoder: Decoder, lanes: Tensor) -> Tensor:
+    """Return the confidences of the drafts that requests have, 0 where they have none.
+
+    Args:
+        decoder: drafts and confidences; in.
+        lanes: slots of the batch, -1 = padding, [B] int32; in.
+
+    Returns:
+        [B, k] fp32.
+    """
+    requests = decoder.requests
+    rows = requests.rows_of(lanes)
+    index = torch.arange(requests.most_drafts, device=lanes.device)
+    has_draft = index < requests.num_drafts.index_select(0, rows).unsqueeze(-1)
+    return torch.where(has_draft, requests.confidences.index_select(0, rows), 0.0)

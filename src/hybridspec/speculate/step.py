@@ -16,15 +16,34 @@ from hybridspec.ops.ring import advance, commit
 from hybridspec.ops.verify_plan import Step
 from hybridspec.speculate.choose import choose_and_accept
 from hybridspec.speculate.decoder import Asks, Decoder, Outcome
-from hybridspec.speculate.plan import plan_rows
+from hybridspec.speculate.plan import drafted_confidences, plan_rows
 
-__all__ = ["decode_step", "prefill_step"]
+__all__ = ["decode_step", "prefill_step", "verify_step"]
 
 
 def decode_step(
-    decoder: Decoder, lanes: Tensor, step: Step, *, num_rows: int, asks: Asks
+    decoder: Decoder, lanes: Tensor, step: Step, *, num_rows: int, num_drafts: int, asks: Asks
 ) -> Outcome:
     """Verify every lane's drafts, commit what stands, and draft anew.
+
+    Args:
+        decoder, lanes, step, num_rows, asks: as in `verify_step`.
+        num_drafts: most drafts to propose for each request.
+
+    Returns:
+        What the step did, on the device.
+    """
+    outcome, head_hidden, slots = verify_step(decoder, lanes, step, num_rows=num_rows, asks=asks)
+
+    # Propose and store: the drafts of the next step.
+    decoder.drafter.propose(decoder, head_hidden, slots, asks, num_drafts)
+    return outcome
+
+
+def verify_step(
+    decoder: Decoder, lanes: Tensor, step: Step, *, num_rows: int, asks: Asks
+) -> tuple[Outcome, Tensor, Tensor]:
+    """Verify every lane's drafts and commit what stands: all of a step but the next drafts.
 
     Args:
         decoder: model, memories and the table of requests; in-out.
@@ -34,12 +53,15 @@ def decode_step(
         asks: what the requests of the batch may need.
 
     Returns:
-        What the step did, on the device.
+        What the step did, on the device; what the drafter made of each request's last committed
+        row, [B, D]; and `lanes` with -1 where a request had no rows, [B] int32.
     """
     pools, drafter = decoder.pools, decoder.drafter
 
     # Plan: which rows of which requests. One that is done has none.
     slots = plan_rows(decoder, lanes, step, num_rows=num_rows)
+    is_learning = decoder.calibration is not None
+    confidences = drafted_confidences(decoder, slots) if is_learning else None
 
     # Forward: every row is appended to the logs of its request, past the cursors.
     hidden = decoder.forward(step)
@@ -63,14 +85,16 @@ def decode_step(
         num_committed,
         ring_capacity=pools.specs.options.ring_capacity,
     )
-
-    # Propose and store: the drafts of the next step.
-    drafter.propose(decoder, head_hidden, slots, asks)
-    return outcome
+    return replace(outcome, confidences=confidences), head_hidden, slots
 
 
 def prefill_step(
-    decoder: Decoder, step: Step, next_tokens: Tensor, complete: Tensor, asks: Asks
+    decoder: Decoder,
+    step: Step,
+    next_tokens: Tensor,
+    complete: Tensor,
+    asks: Asks,
+    num_drafts: int,
 ) -> tuple[Tensor, Outcome | None]:
     """Store prompt rows; the requests whose prompts they complete get a first token and drafts.
 
@@ -81,6 +105,7 @@ def prefill_step(
             token of the answer is put there; in-out.
         complete: which requests of the batch they complete, [C] int64; in.
         asks: what the requests of the batch may need.
+        num_drafts: most drafts to propose for each request.
 
     Returns:
         Hidden states of all rows, [N, D], and what `complete` got, None if there are none.
@@ -100,7 +125,7 @@ def prefill_step(
     head_hidden = drafter.absorb(next_tokens, hidden, step)
     advance(pools.seq_len, step.slots, step.num_verify_tokens)
     if complete.shape[0]:
-        drafter.propose(decoder, head_hidden[last], slots, asks)
+        drafter.propose(decoder, head_hidden[last], slots, asks, num_drafts)
     return hidden, outcome
 
 
