@@ -27,6 +27,7 @@ LIST = (
     "hist_len=None"
 )
 FLUSH = ", cache_base=None, flush_min=None, restart_hist_on_flush=True, pdl_trigger=False"
+FLUSH += ", stochastic_rounding=False, rand_seed=None"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 MODES = {

@@ -59,7 +59,7 @@ def test_ops_pass_opcheck() -> None:
         "gated_delta_rule_verify_blocks": (
             *call.inputs(), torch.empty(5, 2, 4), call.tokens.A_log, call.tokens.dt_bias, *options,
             call.pools.state, None, *view, call.cu_seqlens, call.slot_tensor, marks, 3, None,
-            False, 0, True, "auto",
+            False, 0, True, None, "auto",
         ),
         "gated_delta_rule_decode": (
             *rows, torch.empty(2, 2, 4), A_log, dt_bias, *options, state, slots, -1, "auto",

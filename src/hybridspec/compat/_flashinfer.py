@@ -16,6 +16,7 @@ __all__ = [
     "check_range",
     "cursors_to_move",
     "required",
+    "seed_of_rounding",
     "with_last_stride_one",
 ]
 
@@ -92,3 +93,16 @@ def check_range(name: str, cursor: Tensor, most: int, text: str) -> None:
 def with_last_stride_one(rows: Tensor) -> Tensor:
     """Return rows as the ops take them."""
     return rows if rows.dim() == 0 or rows.stride(-1) == 1 else rows.contiguous()
+
+
+def seed_of_rounding(rand_seed: Tensor | int | None, device: torch.device) -> Tensor:
+    """Return a seed as the ops take it, [1] int64; nothing waits for the device."""
+    if isinstance(rand_seed, Tensor):
+        if rand_seed.numel() != 1:
+            raise CallerError(f"rand_seed: expected one number, got {list(rand_seed.shape)}")
+        return rand_seed.reshape(1).to(torch.int64)
+    if not isinstance(rand_seed, int) or not -(2**63) <= rand_seed < 2**63:
+        raise CallerError(
+            f"rand_seed: stochastic_rounding=True needs a number of 64 bits, got {rand_seed!r}"
+        )
+    return torch.full((1,), rand_seed, dtype=torch.int64, device=device)

@@ -28,6 +28,7 @@ from hybridspec.compat._flashinfer import (
     check_range,
     cursors_to_move,
     required,
+    seed_of_rounding,
     with_last_stride_one,
 )
 from hybridspec.compat.flashinfer_prefix import gdn_prefix_materialize
@@ -73,6 +74,7 @@ def gated_delta_rule_mtp_ucache_flush(
     u_cache: Tensor | None = None, g_cache: Tensor | None = None, hist_len: Tensor | None = None,
     cache_base: Tensor | None = None, flush_min: int | None = None,
     restart_hist_on_flush: bool = True, pdl_trigger: bool = False,
+    stochastic_rounding: bool = False, rand_seed: Tensor | int | None = None,
 ) -> Tensor:  # fmt: skip
     """Verify T rows per request, append them to the rings, and flush the longer windows.
 
@@ -115,6 +117,10 @@ def gated_delta_rule_mtp_ucache_flush(
             waiting for it (not while a graph is captured). If False, the cursors stay and the
             caller moves them once per step, after all layers; there is no host sync.
         pdl_trigger: only False.
+        stochastic_rounding: whether states of 16 bits are rounded by chance when they are flushed.
+        rand_seed: what chance follows from, besides slot, head, element and `cache_base`: a number
+            or a tensor of one int64, which a captured graph reads anew. Another one for each step
+            makes every flush a draw of its own; the same ones give the same bits.
 
     Returns:
         `output`, or [B, T, HV, V] in the dtype of `v` with zeros in rows of padding.
@@ -148,6 +154,7 @@ def gated_delta_rule_mtp_ucache_flush(
     out = _verify(
         A_log, a, dt_bias, q, k, v, b, initial_state_source, indices, k_cache, u_cache, g_cache,
         hist_len, cache_base, threshold, bool(use_qk_l2norm_in_kernel), scale, output,
+        seed_of_rounding(rand_seed, hist_len.device) if stochastic_rounding else None,
     )  # fmt: skip
     if restart_hist_on_flush and cache_base is not None:
         restart_windows(
@@ -227,6 +234,7 @@ def _verify(
     b: Tensor | None, state: Tensor | None, indices: Tensor | None, k_cache: Tensor | None,
     u_cache: Tensor | None, g_cache: Tensor | None, hist_len: Tensor, cache_base: Tensor | None,
     flush_min: int | None, use_qk_l2norm: bool, scale: float | None, output: Tensor | None,
+    rand_seed: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Call the op; `flush_min` None leaves the states alone."""
     q, k, v, a, b = (
@@ -256,4 +264,5 @@ def _verify(
             scale=scale,
             use_qk_l2norm=use_qk_l2norm,
             out=output,
+            rand_seed=rand_seed,
         )

@@ -85,6 +85,7 @@ def verify_variants(capability: int):
             "slot_stride": 1,
             "fold_threshold": None,
             "rows_per_request": None,
+            "rand_seed_ptr": None,
         }
         pointers = dict.fromkeys(ROWS, act)
         pointers |= {"state_ptr": state, "ring_k_ptr": ring, "ring_u_ptr": ring}
@@ -96,6 +97,10 @@ def verify_variants(capability: int):
         if (key_dim, value_dim, tokens) == SHAPES[0]:  # as for blocks of another engine
             del constants["slot_stride"]
             yield constants | {"FOLD_BY_SLOT": True, "TOKEN_DECAY": True}, pointers, options
+            if state in (BF16, F16):  # folds rounded by chance
+                del constants["rand_seed_ptr"]
+                warps = max(2, config.num_warps)
+                yield constants, pointers, {"num_warps": warps, "num_stages": config.num_stages}
 
 
 def small_variants():
@@ -172,7 +177,13 @@ def ordered_variants():
 
 def reports(capability: int):
     """Compile everything for one capability."""
-    named = {"is_fold_ptr": "*i8", "scale": "fp32", "beta_scale": "fp32", **STRIDES}
+    named = {
+        "is_fold_ptr": "*i8",
+        "rand_seed_ptr": "*i64",
+        "scale": "fp32",
+        "beta_scale": "fp32",
+        **STRIDES,
+    }
     for constants, pointers, options in verify_variants(capability):
         types = {name: f"*{NAMES[dtype]}" for name, dtype in pointers.items()}
         yield compiled(triton_verify.verify_kernel, constants, named | types, capability, options)

@@ -57,7 +57,7 @@ def test_operators_pass_opcheck(has_all: bool) -> None:
     arguments = (
         *call.rows, torch.zeros(3, 2, 2, 16), call.A_log, call.dt_bias, 0.25, True, 1.0, pools[0],
         None, *pools[1:], *cursors[1::-1], 16, False, None, cursors[2], None, 2,
-        9 if has_all else None, not has_all, -1, False, "auto",
+        9 if has_all else None, not has_all, -1, False, None, "auto",
     )  # fmt: skip
     torch.library.opcheck(OPS.gated_delta_rule_verify_rows.default, arguments)
     arguments = (call.ring_start, call.history_len, cursors[2], 9, 32, "auto")

@@ -342,7 +342,7 @@ def test_ops_pass_opcheck() -> None:
     torch.library.opcheck(
         ops.gated_delta_rule_verify.default,
         (*rows, *state, *ring, call.cu_seqlens, call.slot_tensor, call.is_fold, 4, None, False,
-         -1, False, "auto"),
+         -1, False, None, "auto"),
     )  # fmt: skip
     counts = ints(3, 2)
     for op, arguments in (
@@ -356,7 +356,7 @@ def test_ops_pass_opcheck() -> None:
     torch.library.opcheck(
         ops.gated_delta_rule_prefill.default,
         (*rows, *state, *ring._replace(history_len=torch.zeros_like(ring.history_len)),
-         call.cu_seqlens, call.slot_tensor, None, 4, None, False, -1, False, 64, "auto"),
+         call.cu_seqlens, call.slot_tensor, None, 4, None, False, -1, False, None, 64, "auto"),
     )  # fmt: skip
 
 

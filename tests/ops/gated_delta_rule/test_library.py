@@ -47,7 +47,7 @@ def test_verify_passes_opcheck(has_folds: bool) -> None:
     out = torch.empty(5, 2, 4)
     arguments = (
         *row_arguments(call, out), *ring_arguments(call), call.cu_seqlens, call.slot_tensor,
-        call.is_fold if has_folds else None, 3, None, False, -1, False, "auto",
+        call.is_fold if has_folds else None, 3, None, False, -1, False, None, "auto",
     )  # fmt: skip
     torch.library.opcheck(OPS.gated_delta_rule_verify.default, arguments)
 
@@ -57,7 +57,7 @@ def test_prefill_passes_opcheck() -> None:
     call.pools.ring.history_len.zero_()
     arguments = (
         *row_arguments(call, torch.empty(5, 2, 4)), *ring_arguments(call), call.cu_seqlens,
-        call.slot_tensor, None, 3, None, False, -1, False, 64, "auto",
+        call.slot_tensor, None, 3, None, False, -1, False, None, 64, "auto",
     )  # fmt: skip
     torch.library.opcheck(OPS.gated_delta_rule_prefill.default, arguments)
 

@@ -131,7 +131,7 @@ def test_passes_opcheck() -> None:
     arguments = (
         *rows, torch.empty_like(rows[2]), call.A_log, call.dt_bias, 0.5, True, 1.0, call.state,
         None, *call.ring, offsets((3, 2)), torch.tensor([6, 5], dtype=torch.int32),
-        torch.tensor([0, 1], dtype=torch.int8), 3, None, False, -1, False, "auto",
+        torch.tensor([0, 1], dtype=torch.int8), 3, None, False, -1, False, None, "auto",
     )  # fmt: skip
     torch.library.opcheck(torch.ops.hybridspec.gated_delta_rule_verify_raw.default, arguments)
 

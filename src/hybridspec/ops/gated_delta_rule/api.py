@@ -93,7 +93,7 @@ def verify(
     state: Tensor, ring: RingView, cu_seqlens: Tensor, slots: Tensor, *,
     max_verify_tokens: int, is_fold: Tensor | None = None, scale: float | None = None,
     use_qk_l2norm: bool = True, beta_scale: float = 1.0, state_scale: Tensor | None = None,
-    out: Tensor | None = None, backend: str = "auto",
+    rand_seed: Tensor | None = None, out: Tensor | None = None, backend: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Run the rows to verify and append them behind the live windows; cursors stay.
 
@@ -125,6 +125,9 @@ def verify(
         use_qk_l2norm: whether q and k are first scaled to length one per head.
         beta_scale: 2 lets the state have negative eigenvalues.
         state_scale: factors of an int8 state, [S, HV, V, K / 32], bf16; last stride 1; in-out.
+        rand_seed: seed of stochastic rounding of folds into a 16-bit state, [1], int64; None: to
+            nearest. The bits are a function of seed, slot, element and `ring_start`, so another
+            seed for each step makes them a function of the number of the fold; in.
         out: where to write, [N, HV, V]; last stride 1; out.
         backend: "auto", "cuda", "triton", "reference" or "ordered".
 
@@ -161,7 +164,7 @@ def verify(
         Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
         State(state, state_scale),
         ring,
-        FoldingBatch(cu_seqlens, slots, is_fold, max_verify_tokens),
+        FoldingBatch(cu_seqlens, slots, is_fold, max_verify_tokens, rand_seed=rand_seed),
         backend=backend,
     )
     return out

@@ -80,6 +80,7 @@ class FoldingBatch(NamedTuple):
         keeps_padding: whether outputs of requests without a slot stay as they are, not zeroed.
         padding: largest number that is no slot, at least -1.
         is_fold_by_slot: whether `is_fold` says it of slots.
+        rand_seed: seed of the rounding of folded states, [1], int64; None: to nearest.
     """
 
     cu_seqlens: Tensor | None
@@ -90,6 +91,7 @@ class FoldingBatch(NamedTuple):
     keeps_padding: bool = False
     padding: int = -1
     is_fold_by_slot: bool = False
+    rand_seed: Tensor | None = None
 
     def num_requests(self, ring: RingView | RawRingView) -> int:
         """Count the requests, padding included."""

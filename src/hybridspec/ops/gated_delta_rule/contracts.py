@@ -19,6 +19,7 @@ from hybridspec.ops._checks import (
 )
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.int8_state import GROUP_SIZE, SCALE_DTYPE
+from hybridspec.ops.gated_delta_rule.rounding import ROUNDED
 from hybridspec.ops.ring.contracts import check_marks, check_threshold
 from hybridspec.ops.ring.view import (
     RawRingView,
@@ -199,6 +200,9 @@ def _check_rows(
     if packing != "N":
         check_dtype("state", state.values, *FLOATS)
     _check_state(state)
+    if batch.rand_seed is not None:
+        _check_seed(batch.rand_seed, state.values)
+        devices["rand_seed"] = batch.rand_seed
     check_ring(ring, cursors)
     check_devices(
         **{"v": rows.v} | by_name, **devices, state=state.values,
@@ -211,6 +215,17 @@ def _check_options(gates: Gates) -> None:
         check_option("scale", gates.scale, float)
     check_option("use_qk_l2norm", gates.use_qk_l2norm, bool)
     check_option("beta_scale", gates.beta_scale, float)
+
+
+def _check_seed(rand_seed: Tensor, state: Tensor) -> None:
+    """Raise unless folds into a state can be rounded by chance."""
+    check("rand_seed", rand_seed, "1", {})
+    check_dtype("rand_seed", rand_seed, torch.int64)
+    if state.dtype not in ROUNDED:
+        raise TypeError(
+            f"rand_seed: expected None with a state of {dtype_name(state.dtype)}; only states of "
+            f"16 bits are rounded by chance"
+        )
 
 
 def _check_state(state: State) -> None:

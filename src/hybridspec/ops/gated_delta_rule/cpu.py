@@ -18,6 +18,7 @@ from hybridspec.ops._requests import check_distinct, check_slots
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.host_batch import HostBatch
 from hybridspec.ops.gated_delta_rule.int8_state import quantise, widen
+from hybridspec.ops.gated_delta_rule.rounding import fold_words, round_by_chance
 from hybridspec.ops.norms.reference import gdn_gates, widened
 from hybridspec.ops.ring.addressing import Window, append_rows, read_cursors
 from hybridspec.ops.ring.view import RingView
@@ -75,10 +76,17 @@ def read_state(x: Tensor, state: Tensor, scale: Tensor | None = None) -> Tensor:
     return torch.cat([torch.bmm(x, tile.mT) for tile in tiles], 2)
 
 
-def absorb(state: Tensor, k: Tensor, u: Tensor, cum: Tensor, scale: Tensor | None = None) -> None:
+def absorb(
+    state: Tensor,
+    k: Tensor,
+    u: Tensor,
+    cum: Tensor,
+    scale: Tensor | None = None,
+    words: Tensor | None = None,
+) -> None:
     """Advance a state [HV, V, K] in place over rows k [H, P, K], u [HV, P, V], cum [HV, P].
 
-    S <- e^{cum_P} S + sum_j e^{cum_P - cum_j} u_j k_j^T, rounded once
+    S <- e^{cum_P} S + sum_j e^{cum_P - cum_j} u_j k_j^T, rounded once, by chance if there are words
     """
     if cum.shape[1] == 0:
         return
@@ -93,6 +101,8 @@ def absorb(state: Tensor, k: Tensor, u: Tensor, cum: Tensor, scale: Tensor | Non
         wide.mul_(decay).baddbmm_(weighted[:, tile], keys)
         if scale is not None:
             quantise(wide, part, scale[:, tile])
+        elif words is not None:
+            part.copy_(round_by_chance(wide, words[:, tile], part.dtype))
         elif part.dtype != u.dtype:
             part.copy_(wide)
 
@@ -174,7 +184,7 @@ def verify(
     )  # fmt: skip
     flags = [0] * slots.shape[0] if is_fold is None else is_fold.tolist()
     if any(flags):
-        _fold_without_rows(state, ring, slots.tolist(), flags, host.requests)
+        _fold_without_rows(state, ring, slots.tolist(), flags, host.requests, batch.rand_seed)
     if not host.slots:
         out.zero_()
         return
@@ -207,7 +217,7 @@ def verify(
 
     folding = [i for i, request in enumerate(host.requests) if flags[request]]
     if folding:
-        _fold_requests(state, window, host.slots, lengths, folding)
+        _fold_requests(state, window, host.slots, starts, lengths, folding, batch.rand_seed)
         by_request = (len(host.slots), -1, host.size)
         since.view(by_request)[folding] = cum.reshape(by_request)[folding]
     decays = steps if ring.has_token_decay else since
@@ -218,13 +228,19 @@ def verify(
 
 
 def _fold_without_rows(
-    state: State, ring: RingView, slots: list[int], flags: list[int], requests: list[int]
+    state: State,
+    ring: RingView,
+    slots: list[int],
+    flags: list[int],
+    requests: list[int],
+    rand_seed: Tensor | None,
 ) -> None:
     """Fold marked requests that have no rows; `requests` are those that have."""
     marked = [i for i, slot in enumerate(slots) if flags[i] and slot >= 0 and i not in requests]
     if marked:
         folding = [slots[i] for i in marked]
-        _materialize(state, ring, folding, folding, [ring.k.shape[2]] * len(folding))
+        longest = [ring.k.shape[2]] * len(folding)
+        _materialize(state, ring, folding, folding, longest, rand_seed)
 
 
 def _factors(state: State, slot: int) -> Tensor | None:
@@ -232,14 +248,22 @@ def _factors(state: State, slot: int) -> Tensor | None:
 
 
 def _fold_requests(
-    state: State, window: Window, slots: list[int], lengths: list[int], folding: list[int]
+    state: State,
+    window: Window,
+    slots: list[int],
+    starts: list[int],
+    lengths: list[int],
+    folding: list[int],
+    rand_seed: Tensor | None,
 ) -> None:
     """Absorb the windows of some requests into their checkpoints."""
     k, u, cum = (by_head.unflatten(0, (len(slots), -1)) for by_head in window[:3])
     for i in folding:
-        n, slot = lengths[i], slots[i]
+        n, slot, words = lengths[i], slots[i], None
+        if rand_seed is not None:
+            words = fold_words(rand_seed, slot, starts[i], tuple(state.values.shape[1:]))
         mine = (k[i, :, :n], u[i, :, :n], cum[i, :, :n])
-        absorb(state.values[slot], *mine, _factors(state, slot))
+        absorb(state.values[slot], *mine, _factors(state, slot), words)
 
 
 def materialize(
@@ -258,7 +282,12 @@ def fold(state: Written[State], ring: RingView, slots: Tensor, is_fold: Tensor) 
 
 
 def _materialize(
-    state: State, ring: RingView, slots: list[int], out_slots: list[int], num_rows: list[int]
+    state: State,
+    ring: RingView,
+    slots: list[int],
+    out_slots: list[int],
+    num_rows: list[int],
+    rand_seed: Tensor | None = None,
 ) -> None:
     values = state.values
     check_slots("slots", slots, values.shape[0])
@@ -272,4 +301,7 @@ def _materialize(
         if target != slot:
             for pool in filter(torch.is_tensor, state):
                 pool[target].copy_(pool[slot])
-        absorb(values[target], window.k, window.u, window.cum, _factors(state, target))
+        words = None
+        if rand_seed is not None:
+            words = fold_words(rand_seed, target, start, tuple(values.shape[1:]))
+        absorb(values[target], window.k, window.u, window.cum, _factors(state, target), words)

@@ -5,7 +5,7 @@ Kernels are imported inside the functions that launch them, so this module impor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -224,12 +224,14 @@ def verify(
         capability(q), compiler_version(), num_requests * value_heads, key_dim, value_dim,
         num_tokens, operands,
     )  # fmt: skip
+    if batch.rand_seed is not None:  # the generator takes registers
+        config = replace(config, num_warps=max(2, config.num_warps), max_registers=None)
     options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
     with torch.cuda.device_of(q):
         verify_kernel[(num_requests * value_heads * config.splits,)](
             q, k, v, a, b, gates.A_log, gates.dt_bias, checkpoints, ring.k, ring.u,
             ring.cum_log_decay, out, ring.ring_start, ring.history_len, batch.cu_seqlens,
-            batch.slots, batch.is_fold, batch.fold_threshold,
+            batch.slots, batch.is_fold, batch.rand_seed, batch.fold_threshold,
             q.shape[0] // num_requests if is_by_row else None,
             q.shape[0], num_requests, gates.output_scale(key_dim), gates.beta_scale,
             batch.padding, 1 if batch.slots is None else batch.slots.stride(0),

@@ -144,6 +144,8 @@ def explain_tensors(
     rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> str | None:
     """Say which size, dtype or alignment of a call the kernel does not take, or return None."""
+    if batch.rand_seed is not None:
+        return "it rounds folded states to nearest"
     wide = (torch.float32, torch.int8) if rows.q.dtype == torch.bfloat16 else ()
     rings = {"ring.k": ring.k, "ring.u": ring.u}
     if reason := explain_operands(rows, state.values, rings, wide):

@@ -30,6 +30,8 @@ def explain_verify(
     reason = launch.explain_verify(rows, gates, state, ring, batch)
     if reason is not None:
         return reason
+    if batch.rand_seed is not None:
+        return "it rounds folded states to nearest"
     if batch.max_rows > _TOKENS:
         return f"max_verify_tokens is {batch.max_rows}, the kernel takes up to {_TOKENS}"
     if ring.max_window > _MOST_WINDOW:

@@ -30,7 +30,8 @@ def verify_rows(
     ring_start: Tensor | None = None, slots: Tensor | None = None, max_window: int = 16,
     fold_threshold: int | None = None, scale: float | None = None, use_qk_l2norm: bool = True,
     beta_scale: float = 1.0, out: Tensor | None = None, has_token_decay: bool = False,
-    padding: int = -1, zeroes_padding: bool = False, backend: str = "auto",
+    padding: int = -1, zeroes_padding: bool = False, rand_seed: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Run `verify` on T rows of each request, with cursors of the batch rows; cursors stay.
 
@@ -65,6 +66,7 @@ def verify_rows(
         has_token_decay: whether `ring_cum_log_decay` holds the log-decay of each token alone.
         padding: largest number that is no slot, at least -1.
         zeroes_padding: whether rows of padding of a given `out` become zero.
+        rand_seed: seed of stochastic rounding of folds into a 16-bit state, as in `verify`.
         backend: "auto", "cuda", "triton" or "reference".
 
     Returns:
@@ -92,7 +94,16 @@ def verify_rows(
         RingView(
             ring_k, ring_u, ring_cum_log_decay, ring_start, history_len, max_window, has_token_decay
         ),
-        FoldingBatch(None, slots, None, _num_tokens(v), fold_threshold, is_given, padding),
+        FoldingBatch(
+            None,
+            slots,
+            None,
+            _num_tokens(v),
+            fold_threshold,
+            is_given,
+            padding,
+            rand_seed=rand_seed,
+        ),  # fmt: skip
         backend=backend,
     )
     return target if out is None or out is target else out.copy_(target)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from hybridspec.ops.gated_delta_rule.triton_fold import load_decays
+from hybridspec.ops.gated_delta_rule.triton_rounding import fold_words, round_by_chance
 
 __all__ = ["verify_kernel"]
 
@@ -209,14 +210,30 @@ def read_state(tile_ptr, offs, x, PARTS: tl.constexpr, KEEP: tl.constexpr, PRECI
 
 
 @triton.jit
-def fold_tile(tile_ptr, offs, state, weighted_u, keys, window_decay, PRECISION: tl.constexpr):
-    """Store e^{G_P} S + (w u)^T k for a tile of value rows, read again if no piece was kept."""
+def fold_tile(
+    tile_ptr, offs, state, u_ptrs, window_live, weight, keys, window_decay, chance, first_row,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store e^{G_P} S + (w u)^T k for a tile of value rows, read again if no piece was kept.
+
+    `chance`: where the seed is, slot and first ring row, from which rounding follows; no seed: to
+    nearest. `first_row` counts value rows of all heads.
+    """
+    BLOCK_K: tl.constexpr = offs.shape[1]
+    u = tl.load(u_ptrs, mask=window_live[:, None], other=0.0).to(tl.float32)
+    weighted_u = (u * weight[:, None]).to(keys[0].dtype)
     for i in tl.static_range(len(keys)):
         ptrs = tile_ptr + i * offs.shape[1] + offs
         part = state[i] if len(state) > 0 else tl.load(ptrs)
         folded = part.to(tl.float32) * window_decay
         folded = tl.dot(tl.trans(weighted_u), keys[i], folded, input_precision=PRECISION)
-        tl.store(ptrs, folded.to(part.dtype))
+        if chance[0] is None:
+            tl.store(ptrs, folded.to(part.dtype))
+        else:
+            rows = first_row + tl.arange(0, offs.shape[0])[:, None]
+            columns = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+            words = fold_words(chance, rows * (len(keys) * BLOCK_K) + columns)
+            tl.store(ptrs, round_by_chance(folded, words, part.dtype))
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests"])
@@ -228,8 +245,9 @@ def verify_kernel(
     # output [N, HV, V]
     out_ptr,
     # metadata: cursors [S] (BY_ROW: [B]); cu_seqlens [B + 1]; slots [B]; is_fold [B] or [S]
-    # None: ring_start 0; T rows each; slot b; nobody folds, or windows of at least fold_threshold
-    ring_start_ptr, history_len_ptr, cu_seqlens_ptr, slots_ptr, is_fold_ptr,
+    # None: ring_start 0; T rows each; slot b; nobody folds, or windows of at least fold_threshold;
+    # rand_seed [1], or None: folds are rounded to nearest
+    ring_start_ptr, history_len_ptr, cu_seqlens_ptr, slots_ptr, is_fold_ptr, rand_seed_ptr,
     fold_threshold, rows_per_request, num_rows, num_requests, scale, beta_scale, padding,
     # stride of slots; of all dimensions but the last, which are 1; gates: those of a and b
     slot_stride, q_strides, k_strides, v_strides, gate_strides,
@@ -315,8 +333,7 @@ def verify_kernel(
 
     # A tile of 32 bits is read again (from L2) where it folds: kept, it would be laid out in shared
     # memory for two uses, with bank conflicts in both.
-    IS_WIDE: tl.constexpr = state_ptr.dtype.element_ty.primitive_bitwidth == 32
-    KEEP_STATE: tl.constexpr = not (IS_WIDE and PRECISION == "tf32")
+    KEEP_STATE: tl.constexpr = state_ptr.dtype.element_ty != tl.float32 or PRECISION != "tf32"
     v_offs = tl.arange(0, BLOCK_V)
     new_offs = row_token[:, None] * v_strides[0] + v_offs[None, :]
     out_offs = row_token[:, None] * out_strides[0] + v_offs[None, :]
@@ -336,7 +353,7 @@ def verify_kernel(
         tl.store(out_ptr + v_first + out_offs, y, mask=q_rows[:, None])
         tl.store(ring_u_ptr + v_first + append_offs, u, mask=k_rows[:, None])
         if is_fold:
-            u_ptrs = ring_u_ptr + v_first + hist_offs
-            u_fold = tl.load(u_ptrs, mask=window_live[:, None], other=0.0).to(tl.float32)
-            weighted_u = (u_fold * weight[:, None]).to(RING_OPERAND)
-            fold_tile(tile_ptr, state_offs, state, weighted_u, keys, window_decay, PRECISION)
+            fold_tile(
+                tile_ptr, state_offs, state, ring_u_ptr + v_first + hist_offs, window_live, weight,
+                keys, window_decay, (rand_seed_ptr, slot, ring_start), hv * V + v_first, PRECISION,
+            )  # fmt: skip
