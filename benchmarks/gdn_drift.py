@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from harness import environment
 from hybridspec.ops import gated_delta_rule
 from hybridspec.ops import ring as ring_ops
 from hybridspec.ops.ring import RawRingView, RingView
+from measured_commit import measured_commit
 
 REQUESTS, HEADS, VALUE_HEADS, DIM, SIZE = 16, 2, 8, 128, 4
 EVERY = 50
@@ -38,10 +40,10 @@ DRIFTING = {name: dtypes for name, dtypes in MODES.items() if name != "int8_stat
 class TokenByToken:
     """Decodes committed rows one after another and rounds the state after each."""
 
-    def __init__(self, compute: torch.dtype, state: torch.dtype) -> None:
+    def __init__(self, compute: torch.dtype, state: torch.dtype, device: str) -> None:
         self.compute = compute
         shape = (REQUESTS, VALUE_HEADS, DIM, DIM)
-        self.state = torch.zeros(shape, dtype=state, device="cuda")
+        self.state = torch.zeros(shape, dtype=state, device=device)
 
     def advance(self, rows: list[torch.Tensor], A_log: torch.Tensor, count: torch.Tensor) -> None:
         """Run the first count[b] of the four rows of request b."""
@@ -62,14 +64,14 @@ class Mode:
 
     def __init__(self, name: str, A_log: torch.Tensor) -> None:
         self.act, state, ring = DRIFTING[name]
-        slots = 2 * REQUESTS
+        slots, device = 2 * REQUESTS, A_log.device
         self.A_log, self.dt_bias = A_log, torch.zeros_like(A_log)
 
         def pool(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.full((slots, *shape), torch.nan, dtype=dtype, device="cuda")
+            return torch.full((slots, *shape), torch.nan, dtype=dtype, device=device)
 
         def cursor(size: int = slots) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int32, device="cuda")
+            return torch.zeros(size, dtype=torch.int32, device=device)
 
         self.state = pool(VALUE_HEADS, DIM, DIM, dtype=state).zero_()
         keys, values = (pool(n, 32, DIM, dtype=ring) for n in (HEADS, VALUE_HEADS))
@@ -82,10 +84,10 @@ class Mode:
             self.ring = RingView(keys, values, numbers[0], cursor(), cursor())
             self.verify = gated_delta_rule.verify
         self.seq_len, self.verified = cursor(), cursor(REQUESTS)
-        self.slots = torch.arange(REQUESTS, dtype=torch.int32, device="cuda")
-        self.bounds = SIZE * torch.arange(REQUESTS + 1, dtype=torch.int32, device="cuda")
-        self.is_fold = torch.zeros(REQUESTS, dtype=torch.int8, device="cuda")
-        self.num_folds = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.slots = torch.arange(REQUESTS, dtype=torch.int32, device=device)
+        self.bounds = SIZE * torch.arange(REQUESTS + 1, dtype=torch.int32, device=device)
+        self.is_fold = torch.zeros(REQUESTS, dtype=torch.int8, device=device)
+        self.num_folds = torch.zeros((), dtype=torch.int64, device=device)
 
     def step(self, rows: list[torch.Tensor], count: torch.Tensor) -> None:
         """Verify four rows of each request and commit count[b] of them."""
@@ -121,30 +123,41 @@ class Mode:
         return self.state[REQUESTS:]
 
 
-def run(num_steps: int, names: list[str], memory: str) -> list[dict]:
+def captured(step: Callable[[], None], device: str) -> Callable[[], None]:
+    """Return what runs a step: a graph of it on a GPU."""
+    if device == "cpu":
+        return step
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def run(num_steps: int, names: list[str], memory: str, device: str) -> list[dict]:
     """Run all modes on the same rows and return one row of figures for each."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     accepted = torch.randint(
-        0, SIZE + 1, (num_steps, REQUESTS), generator=generator, device="cuda", dtype=torch.int32
+        0, SIZE + 1, (num_steps, REQUESTS), generator=generator, device=device, dtype=torch.int32
     )
     length = int(accepted.sum(0).max()) + SIZE
     shapes = ((HEADS, DIM), (HEADS, DIM), (VALUE_HEADS, DIM), (VALUE_HEADS,), (VALUE_HEADS,))
     # Rounded once, so that all modes and the oracle see the same numbers.
     rows = [
-        torch.randn(REQUESTS, length, *shape, generator=generator, device="cuda")
+        torch.randn(REQUESTS, length, *shape, generator=generator, device=device)
         .to(torch.bfloat16)
         .float()
         for shape in shapes
     ]
-    A_log = torch.linspace(*MEMORIES[memory], VALUE_HEADS, device="cuda")
-    exact = TokenByToken(torch.float64, torch.float64)
+    A_log = torch.linspace(*MEMORIES[memory], VALUE_HEADS, device=device)
+    exact = TokenByToken(torch.float64, torch.float64, device)
     states = {name: DRIFTING[name][1] for name in names}
-    rounded = {dtype: TokenByToken(torch.float32, dtype) for dtype in set(states.values())}
+    rounded = {dtype: TokenByToken(torch.float32, dtype, device) for dtype in set(states.values())}
     modes = {name: Mode(name, A_log) for name in names}
-    position = torch.zeros(REQUESTS, dtype=torch.int64, device="cuda")
+    position = torch.zeros(REQUESTS, dtype=torch.int64, device=device)
     count = accepted[0].clone()
-    offsets = torch.arange(SIZE, device="cuda")
-    requests = torch.arange(REQUESTS, device="cuda")[:, None]
+    offsets = torch.arange(SIZE, device=device)
+    requests = torch.arange(REQUESTS, device=device)[:, None]
 
     def step() -> None:
         index = position[:, None] + offsets
@@ -157,17 +170,14 @@ def run(num_steps: int, names: list[str], memory: str) -> list[dict]:
 
     count.zero_()  # nothing is committed while the graph is captured
     step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    replay = captured(step, device)
     for mode in modes.values():
         mode.num_folds.zero_()
     errors: dict[str, list[float]] = {name: [] for name in names}
     baseline: dict[torch.dtype, list[float]] = {dtype: [] for dtype in rounded}
     for index in range(num_steps):
         count.copy_(accepted[index])
-        graph.replay()
+        replay()
         if index % EVERY == EVERY - 1:
             scale = exact.state.norm()
             for name, mode in modes.items():
@@ -206,9 +216,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000, help="decode steps (default 4000)")
     parser.add_argument("--modes", nargs="+", choices=DRIFTING, default=DRIFTING)
     parser.add_argument("--memory", nargs="+", choices=MEMORIES, default=["long"])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="where to write the table")
     options = parser.parse_args()
-    rows = [row for name in options.memory for row in run(options.steps, options.modes, name)]
+    rows = [
+        row
+        for name in options.memory
+        for row in run(options.steps, options.modes, name, options.device)
+    ]
     for row in rows:
         print(
             f"{row['mode']:18} {row['memory']:5} at 50 {row['at_50']:.2e}, "
@@ -216,7 +231,8 @@ def main() -> None:
             f"(rounding every token {row['mean_rounding_every_token']:.2e}), "
             f"last / at 500: {row['growth']:.2f}"
         )
-    result = {**environment(), "rows": rows}
+    machine = {"device": "cpu", "commit": measured_commit()}
+    result = {**(environment() if options.device == "cuda" else machine), "rows": rows}
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
