@@ -222,6 +222,7 @@ def main() -> int:
     }
     if args.json:
         args.json.write_text(json.dumps(report) + "\n")
+    print(json.dumps(report))
     return 0
 
 

@@ -1,12 +1,16 @@
 """Random requests on the bundled model: each has to get what it gets alone, and nothing may stay.
 
 Requests join while others run, with every sampling option, several continuations, stops and
-log-probabilities; some are cancelled, the recurrent states of some are turned into NaN. What each
-gets alone is decoded on a CPU, plainly, one request after the other (`--alone FILE` keeps it). A
-request may differ from that only where noise of 1e-4 on its logits makes the plain one differ in
-the same way: a near-tie, which is counted. On a GPU no step may wait for the device.
+log-probabilities; many begin alike; some are cancelled, the recurrent states of some are turned
+into NaN. With `--pages` some are set back for want of pages. What each gets alone is decoded on a
+CPU, plainly, one request after the other (`--alone FILE` keeps it; `--apart` says of how many, the
+others are decoded plainly in batches, and alone where that differs). A request may differ from that
+only where noise of 1e-4 on its logits makes the plain one differ in the same way: a near-tie, which
+is counted. On a GPU no step may wait for the device. None may wait longer than one that came later.
 
     python scripts/random_requests.py --requests 1000 --device cuda
+    python scripts/random_requests.py --requests 10000 --device cpu --page-size 8 --pages 80 \
+        --apart 300
     compute-sanitizer --tool memcheck python scripts/random_requests.py --requests 50 --device cuda
 """
 
@@ -28,7 +32,8 @@ import torch
 
 from hybridspec import LLM, SamplingParams
 from hybridspec.bundled import held_out_prompts
-from hybridspec.engine import CompletionOutput
+from hybridspec.engine import CompletionOutput, resolve
+from hybridspec.engine.engine import Engine
 from hybridspec.engine.request import Request
 from hybridspec.models import HybridModel
 from hybridspec.runtime import GdnMemory
@@ -97,6 +102,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--drafters", nargs="+", default=["mtp", "lookup"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--alone", type=Path, help="file with what each request gets alone")
+    parser.add_argument("--apart", type=int, help="requests decoded alone (default: all)")
+    parser.add_argument("--pages", type=int, help="pages; the longest request has to fit")
+    parser.add_argument("--page-size", type=int, default=64, help="tokens of a page")
     parser.add_argument("--only-alone", action="store_true", help="write that file, nothing else")
     parser.add_argument("--most-ties", type=int, default=0, help="near-ties that are allowed")
     parser.add_argument("--json", type=Path)
@@ -104,14 +112,15 @@ def arguments() -> argparse.Namespace:
 
 
 def random_case(
-    rng: random.Random, texts: Sequence[str], llm: LLM, max_tokens: int, *, has_logprobs: bool
+    rng: random.Random, texts: Sequence[str], llm: LLM, args: argparse.Namespace, has_logprobs: bool
 ) -> Case:
     """Draw a request; each option is on in about every fourth."""
     text = rng.choice(texts)
-    start = rng.randrange(len(text) // 2)
+    start = rng.choice([0, 0, rng.randrange(len(text) // 2)])
     tokenizer, vocab = llm.tokenizer, llm.model_config.vocab_size
+    max_tokens = args.max_tokens
     assert tokenizer is not None
-    prompt = tokenizer.encode(text[start : start + rng.choice([3, 20, 64, 65, 150])])
+    prompt = tokenizer.encode(text[start : start + rng.choice([3, 20, 64, 65, 150, 500])])
 
     def token() -> int:
         return rng.randrange(vocab)
@@ -133,7 +142,7 @@ def random_case(
         "allowed_token_ids": lambda: sorted({token() for _ in range(120)}),
         "logprobs": lambda: rng.choice([0, 20, -1]),
         "prompt_logprobs": lambda: rng.choice([0, 5]),
-        "draft_tokens": lambda: rng.randrange(llm.config.draft_tokens + 1),
+        "draft_tokens": lambda: rng.randrange(args.draft_tokens + 1),
         "skip_special_tokens": lambda: False,
         "truncate_prompt_tokens": lambda: rng.choice([1, 30]),
     }
@@ -158,26 +167,30 @@ def make_cases(args: argparse.Namespace, llm: LLM) -> list[Case]:
     texts = [prompt.text for kind in ("code", "docs") for prompt in held_out_prompts(kind)]
     # Steps of requests that want log-probabilities are not captured: every other block has none.
     return [
-        random_case(rng, texts, llm, args.max_tokens, has_logprobs=i // BLOCK % 2 == 1)
+        random_case(rng, texts, llm, args, has_logprobs=i // BLOCK % 2 == 1)
         for i in range(args.requests)
     ]
 
 
-def alone(llm: LLM, case: Case) -> Got:
-    """Decode one request by itself, plainly."""
-    engine = llm._engine
-    request = engine.make_request(case.prompt, replace(case.params, draft_tokens=None))
-    engine.submit(request)
-    while engine.has_work:
-        engine.step()
-    return Got.of(request)
+def decoded(llm: LLM, *cases: Case) -> list[Got]:
+    """Decode requests side by side, plainly."""
+    plainly = [replace(case.params, draft_tokens=None) for case in cases]
+    pairs = zip([case.prompt for case in cases], plainly, strict=True)
+    requests = [llm._engine.make_request(*pair) for pair in pairs]
+    for request in requests:
+        llm._engine.submit(request)
+    while llm._engine.has_work:
+        llm._engine.step()
+    return [Got.of(request) for request in requests]
 
 
 def all_alone(args: argparse.Namespace, cases: Sequence[Case], plain: LLM) -> list[Got]:
     """Decode every request by itself, or read what came of that before."""
     if args.alone is not None and args.alone.exists():
         return [Got(*one) for one in json.loads(args.alone.read_text())[: len(cases)]]
-    found = [alone(plain, case) for case in cases]
+    found = [decoded(plain, case)[0] for case in cases[: args.apart]]
+    for first in range(len(found), len(cases), BLOCK):
+        found += decoded(plain, *cases[first : first + BLOCK])
     if args.alone is not None:
         args.alone.write_text(
             json.dumps([[one.tokens, one.reasons, one.logprobs] for one in found])
@@ -227,13 +240,16 @@ def run_together(llm: LLM, cases: Sequence[Case], rng: random.Random) -> list[Re
             engine.submit(request)
             fates += [(case, request)] * (case.fate != "run")
         engine.step()
+        live = [one.arrival for one in (*engine.scheduler.prefilling, *engine.scheduler.running)]
+        late = [one.arrival for one in engine.scheduler.waiting]
+        assert not live or not late or max(live) < min(late), "one waits for those behind it"
         for case, request in list(fates):
             if len(request.stats.committed_per_step) < case.after or not request.num_generated:
                 continue
             fates.remove((case, request))
             if case.fate == "cancel":
                 engine.drop(request.continuations)
-            elif request.slot is not None:
+            elif request in engine.scheduler.running:
                 for memory in engine.pools.of_kind(GdnMemory):
                     memory.state[request.slot] = torch.nan
     return requests
@@ -250,7 +266,7 @@ def is_near_tie(plain: LLM, case: Case, index: int, tokens: Sequence[int]) -> bo
     HybridModel.logits = noisy  # type: ignore[method-assign]
     try:
         for _ in range(TRIES):
-            if alone(plain, case).tokens[index][: len(tokens)] == list(tokens):
+            if decoded(plain, case)[0].tokens[index][: len(tokens)] == list(tokens):
                 return True
     finally:
         HybridModel.logits = right  # type: ignore[method-assign]
@@ -280,12 +296,20 @@ def compare(plain: LLM, case: Case, got: Got, right: Got, place: int) -> tuple[i
     return ties, wrong
 
 
+def limit_pages(engine: Engine, num_pages: int) -> None:
+    """Give an engine that runs nothing yet so many pages, for good."""
+    allocator = engine.allocator
+    if allocator.can_grow:
+        num_slots = allocator.max_slots + allocator.prefixes.num_states
+        engine.pools.grow_slots(num_slots).grow_pages(num_pages)
+        allocator.can_grow = False
+        allocator.__post_init__()
+    del allocator._free_pages[:-num_pages]
+
+
 def used_memory(device: torch.device) -> int:
-    """Bytes that tensors take on a GPU; 0 elsewhere, where pools shrink and grow."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated(device)
+    """Bytes that tensors take on a GPU; elsewhere 0: pools shrink and grow."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def run_drafter(
@@ -304,6 +328,8 @@ def run_drafter(
     )
     engine, steps, rng = llm._engine, Counter[str](), random.Random(args.seed)
     watch_steps(llm, steps)
+    if args.pages is not None:
+        limit_pages(engine, args.pages)
     some = max(len(cases) // 10, 1)
     requests = run_together(llm, cases[:some], rng)
     before = used_memory(engine.pools.device)
@@ -312,12 +338,19 @@ def run_drafter(
     ties, wrong, ends = 0, [], Counter[int]()
     for place, (case, request, right) in enumerate(zip(cases, requests, rights, strict=True)):
         new_ties, new_wrong = compare(plain, case, Got.of(request), right, place)
+        # What was decoded in a batch may be the one that differs.
+        if (new_ties or new_wrong) and place >= (args.apart or len(cases)):
+            [right] = decoded(plain, case)
+            new_ties, new_wrong = compare(plain, case, Got.of(request), right, place)
         ties, wrong = ties + new_ties, wrong + new_wrong
         for one in request.continuations:
             if one.finish_reason in ("stop", "length") and one.stats.committed_per_step:
                 ends[one.stats.committed_per_step[-1]] += 1
-    if engine.allocator.num_live or grown > 0:
-        wrong.append(f"{engine.allocator.num_live} slots are held, memory grew by {grown} bytes")
+    allocator, counters = engine.allocator, engine.counters()
+    num_held = engine.pools.num_pages - allocator.num_free_pages
+    if allocator.num_live or num_held or grown > 0:
+        left = f"{allocator.num_live} slots and {num_held} pages are held"
+        wrong.append(f"{left}, memory grew by {grown} bytes")
     reasons = Counter(str(one.finish_reason) for r in requests for one in r.continuations)
     return {
         "drafter": drafter,
@@ -325,6 +358,9 @@ def run_drafter(
         "steps": dict(steps),
         "ended_by": dict(reasons),
         "tokens_of_the_last_step": dict(sorted(ends.items())),
+        "preemptions": counters.num_preemptions,
+        "prompt_tokens": counters.prefix_queries,
+        "reused_tokens": counters.prefix_hits,
         "near_ties": ties,
         "wrong": wrong,
     }
@@ -332,9 +368,10 @@ def run_drafter(
 
 def main() -> int:
     args = arguments()
-    plain = LLM("bundled", device="cpu", draft_tokens=0, max_model_len=512)
-    drawing = LLM("bundled", device="cpu", draft_tokens=args.draft_tokens, max_model_len=512)
-    cases = make_cases(args, drawing)
+    resolve.PAGE_SIZE = args.page_size
+    options = {"max_model_len": 512, "enable_prefix_caching": False}
+    plain = LLM("bundled", device="cpu", draft_tokens=0, **options)  # type: ignore[arg-type]
+    cases = make_cases(args, plain)
     rights = all_alone(args, cases, plain)
     if args.only_alone:
         return 0
