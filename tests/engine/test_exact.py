@@ -16,7 +16,7 @@ from helpers.drafters import (
 )
 from helpers.tiny_checkpoints import TinyCheckpoint
 from hybridspec import LLM, SamplingParams
-from hybridspec.engine import engine as engine_module
+from hybridspec.engine import scheduler
 from hybridspec.ops.ring import commit
 from hybridspec.ops.verify_plan import Step
 from hybridspec.speculate import Decoder
@@ -146,7 +146,7 @@ def test_requests_that_join_and_leave(tiny: TinyCheckpoint, plain: list[list[int
 def test_chunked_prefill(
     tiny: TinyCheckpoint, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "PROMPT_CHUNK", 6)
+    monkeypatch.setitem(scheduler.PROMPT_CHUNKS, "cpu", 6)
     llm = LLM(tiny.folder, draft_tokens=3, device="cpu", max_num_batched_tokens=13)
     results = llm.generate(prompt_token_ids=make_prompts(12), sampling_params=make_params(12))
     assert tokens_of(results) == plain

@@ -14,8 +14,7 @@ from helpers.fake_fa3 import FakeFa3, fa3_build
 from helpers.tiny_checkpoints import TinyCheckpoint
 from hybridspec import LLM, CapacityError, SamplingParams, UnsupportedError
 from hybridspec.config import EngineConfig
-from hybridspec.engine import engine as engine_module
-from hybridspec.engine import memory
+from hybridspec.engine import memory, scheduler
 from hybridspec.engine.resolve import Resolved, resolve
 from hybridspec.ops.paged_attention import fa3
 from hybridspec.runtime import KvMemory
@@ -63,7 +62,7 @@ def test_tokens_do_not_depend_on_the_layout(
 def test_prompts_in_chunks_and_slots_in_turns(
     tiny: TinyCheckpoint, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "PROMPT_CHUNK", 16)
+    monkeypatch.setitem(scheduler.PROMPT_CHUNKS, "cpu", 16)
     for layout in LAYOUTS:
         llm = LLM(tiny.folder, device="cpu", kv_layout=layout)
         llm._engine.allocator.max_slots = 2

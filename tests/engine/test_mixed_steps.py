@@ -7,6 +7,7 @@ import pytest
 from helpers.tiny_checkpoints import TinyCheckpoint
 from hybridspec import LLM, SamplingParams
 from hybridspec.engine import engine as engine_module
+from hybridspec.engine import scheduler
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.request import Request
 
@@ -17,7 +18,7 @@ LONG = [(7 * i + 3) % 97 for i in range(4 * CHUNK + 5)]
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int, int]]]:
     """The prompt rows of every forward: request, first row and number."""
-    monkeypatch.setattr(engine_module, "PROMPT_CHUNK", CHUNK)
+    monkeypatch.setitem(scheduler.PROMPT_CHUNKS, "cpu", CHUNK)
     seen: list[list[tuple[int, int, int]]] = []
     prefill = engine_module.Runner.prefill
 

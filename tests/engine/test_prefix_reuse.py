@@ -10,8 +10,7 @@ import pytest
 from helpers.small_pools import fix_pools
 from helpers.tiny_checkpoints import TinyCheckpoint
 from hybridspec import LLM, SamplingParams
-from hybridspec.engine import engine as engine_module
-from hybridspec.engine import resolve
+from hybridspec.engine import resolve, scheduler
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.request import Request
 
@@ -28,7 +27,7 @@ SAMPLED: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Borders that short prompts reach."""
-    monkeypatch.setattr(engine_module, "PROMPT_CHUNK", CHUNK)
+    monkeypatch.setitem(scheduler.PROMPT_CHUNKS, "cpu", CHUNK)
     monkeypatch.setattr(resolve, "PAGE_SIZE", PAGE)
 
 
@@ -160,6 +159,26 @@ def test_a_donor_in_the_same_batch_and_one_that_is_aborted(tiny: TinyCheckpoint,
     # One is computed; the others compute what is behind the last border.
     last = (len(common) - 1) // PAGE * PAGE
     assert engine.counters().prompt_rows == len(common) + 3 * (len(common) - last)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_prefills_that_are_cut_for_those_that_wait(tiny: TinyCheckpoint, late: int) -> None:
+    """Where every forward costs much, a prefill is cut where others part from it, or not at all."""
+    plain = engine_of(tiny, enable_prefix_caching=False)
+    engine = engine_of(tiny, late=late)
+    engine.scheduler.keeps_last_border = False
+    [alone] = run(plain, tokens(CHUNK - 1, seed=8))
+    assert run(engine, tokens(CHUNK - 1, seed=8)) == [alone]
+    assert engine.counters().num_prefills == 1 and engine.counters().states_used == 0
+    common = tokens(2 * CHUNK + 2 * PAGE + 3)
+    prompts = [common + tokens(rest, seed=rest) for rest in (9, 7, 8, 1)]
+    prompts += [[*common[: PAGE + 1], 3, 3], common]
+    requests = [submit(engine, prompt) for prompt in prompts]
+    finish(engine)
+    assert [[request.token_ids] for request in requests] == [run(plain, p) for p in prompts]
+    shared = len(common) // PAGE * PAGE
+    assert engine.counters().prefix_hits == 4 * shared + PAGE
+    check_books(engine)
 
 
 def test_continuations_prefill_once(tiny: TinyCheckpoint) -> None:

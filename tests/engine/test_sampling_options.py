@@ -329,10 +329,9 @@ def test_logprobs_end_with_the_tokens(tiny: TinyCheckpoint) -> None:
 @pytest.mark.parametrize("count", [0, 3])
 def test_prompt_logprobs(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Also over chunks of the prompt, and in one continuation's prefill only."""
-    from hybridspec.engine import engine as engine_module
-    from hybridspec.engine import runner
+    from hybridspec.engine import runner, scheduler
 
-    monkeypatch.setattr(engine_module, "PROMPT_CHUNK", 9)
+    monkeypatch.setitem(scheduler.PROMPT_CHUNKS, "cpu", 9)
     monkeypatch.setattr(runner, "_ROWS_WITH_LOGITS", 4)
     rng = random.Random(1)
     prompts = [[rng.randrange(97) for _ in range(length)] for length in (1, 2, 9, 10, 31)]

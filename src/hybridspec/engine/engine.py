@@ -41,9 +41,6 @@ __all__ = ["Engine"]
 _log = logging.getLogger("hybridspec")
 
 CAPTURED_OPS = ("gated_delta_rule", "causal_conv1d", ATTENTION, EXPERTS)
-# Prompt rows of one request per forward, and of all requests beside a decode step, which waits
-# for them; on an H200 512 rows of a model of 7 B take as long as two decode steps.
-PROMPT_CHUNK = 512
 PENALTY_ROWS = 64  # requests with penalties at a time, on a device; more of them wait
 
 
@@ -111,7 +108,6 @@ class Engine:
             self.allocator,
             self.runner,
             max_prompt_rows=self.config.max_num_batched_tokens,
-            max_chunk=PROMPT_CHUNK,
             # What is computed anew is computed in chunks, whose bits differ from those of steps.
             is_set_back=self.config.exact != "bitwise",
         )

@@ -99,6 +99,7 @@ class Request:
         prefill_end: rows of the prefill: the prompt, and where the request begins anew, what it has
             said as well.
         prefix_keys: of every page border in front of the last row, where prefixes are reused.
+        cuts: where its prefill is cut to keep states, besides the ends of chunks.
         finish_reason, stop_reason: as in CompletionOutput.
         failure: what its caller is to be told where it was dropped.
         stats: what happened to it.
@@ -118,6 +119,7 @@ class Request:
     num_prefilled: int = 0
     prefill_end: int = 0
     prefix_keys: list[bytes] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     failure: Exception | None = None

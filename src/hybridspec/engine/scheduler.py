@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from hybridspec.engine.request import Request
@@ -23,6 +24,13 @@ from hybridspec.runtime import Allocator, prefix_keys
 __all__ = ["Scheduler"]
 
 
+# Prompt rows of one request per forward, and of all requests beside a decode step, which waits
+# for them. On a GPU the host takes 50 ms to launch a forward of a model of 7 B, as long as an H200
+# takes for these rows: fewer would gain nothing.
+PROMPT_CHUNKS = {"cpu": 512, "cuda": 2048}
+_MOST_COMPARED = 257  # requests in front of the queue whose prompts are looked at
+
+
 class Scheduler:
     """Queues of requests over slots and pages.
 
@@ -30,10 +38,14 @@ class Scheduler:
         allocator: gives them out.
         runner: is told who gets a slot and who leaves it.
         max_prompt_rows: prompt rows of all requests per forward.
-        max_chunk: prompt rows of one request per forward, and of all requests where some decode,
-            which wait for them.
         is_set_back: whether requests may begin anew for want of pages; if not, each takes all that
             it can ever need when it is admitted.
+
+    Attributes:
+        max_chunk: prompt rows of one request per forward, and of all requests where some decode,
+            which wait for them.
+        keeps_last_border: whether every prefill is cut at the last border of a page that leaves a
+            row, to keep its states; if not, it is cut where prompts that wait part from it.
     """
 
     def __init__(
@@ -42,7 +54,6 @@ class Scheduler:
         runner: Runner,
         *,
         max_prompt_rows: int,
-        max_chunk: int,
         is_set_back: bool = True,
     ) -> None:
         self.allocator = allocator
@@ -51,7 +62,9 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._unwritten: list[Request] = []  # have a slot that the device does not know of yet
         self.max_prompt_rows = max_prompt_rows
-        self.max_chunk = min(max_chunk, max_prompt_rows)
+        device = allocator.pools.device.type
+        self.max_chunk = min(PROMPT_CHUNKS[device], max_prompt_rows)
+        self.keeps_last_border = device == "cpu"
         self.is_set_back = is_set_back
         self.page_size = allocator.pools.page_size
         self.waiting: deque[Request] = deque()
@@ -131,13 +144,25 @@ class Scheduler:
         if self.allocator.prefixes.num_states:
             request.prefix_keys = prefix_keys(request.history, self.page_size)
 
+    def _partings(self, request: Request) -> list[int]:
+        """Return the page borders, two at most, up to which most of those that wait are like it."""
+        keys, counts = request.prefix_keys, Counter[int]()
+        for other in itertools.islice(self.waiting, 1, _MOST_COMPARED) if keys else ():
+            if other.prefill_end != other.num_tokens:
+                self._plan_prefill(other)
+            counts[_num_common(keys, other.prefix_keys)] += 1
+        del counts[0]
+        return sorted(count * self.page_size for count, _ in counts.most_common(2))
+
     def _expect_prefixes(self, request: Request, slot: int) -> None:
         """Note which prefixes a prefill will bring; who begins alike waits for them."""
         counters, begin, size = self.runner.counters, request.num_prefilled, self.page_size
         counters.prefix_queries += request.prefill_end if request.prefix_keys else 0
         counters.prefix_hits += begin
+        last = len(request.prefix_keys) * size
+        request.cuts = [last] if self.keeps_last_border else self._partings(request)
         ends = range(begin - begin % self.max_chunk, request.prefill_end, self.max_chunk)
-        borders = {*ends, len(request.prefix_keys) * size}
+        borders = {*ends, *request.cuts}
         keys = [
             request.prefix_keys[end // size - 1]
             for end in sorted(borders)
@@ -206,16 +231,16 @@ class Scheduler:
     def prefill_chunks(self) -> list[tuple[Request, int]]:
         """The requests whose prompts go on now, in order, and how many rows of each.
 
-        Chunks end at multiples of `max_chunk`, and at the last border of a page that leaves a row,
-        whose states are kept for reuse: they are the same whatever else is running.
+        Chunks end at multiples of `max_chunk`, whatever else is running, and where a request is cut
+        to keep its states for others.
         """
         chunks = []
         budget = self.max_chunk if self.running else self.max_prompt_rows
         for request in self.prefilling:
             first = request.num_prefilled
-            border = first - first % self.max_chunk + self.max_chunk
-            last = len(request.prefix_keys) * self.page_size
-            rows = min(last if last > first else request.prefill_end, border) - first
+            borders = [first - first % self.max_chunk + self.max_chunk, *request.cuts]
+            ends = [end for end in borders if first < end < request.prefill_end]
+            rows = min(ends, default=request.prefill_end) - first
             if rows > budget:
                 break
             chunks.append((request, rows))
@@ -255,3 +280,9 @@ class Scheduler:
 
 def _by_arrival(request: Request) -> int:
     return request.arrival
+
+
+def _num_common(keys: Sequence[bytes], others: Sequence[bytes]) -> int:
+    """Return how many prefixes two requests share: where a key differs, so do all behind it."""
+    shorter = range(min(len(keys), len(others)))
+    return bisect_left(shorter, True, key=lambda i: keys[i] != others[i])

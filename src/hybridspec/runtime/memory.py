@@ -60,12 +60,14 @@ class TensorSpec:
         dtype: element type.
         part: what it is counted as when an engine says what a request costs.
         is_state: whether decoding with snapshots would copy it for every verified row.
+        is_window: whether it holds the window's rows, nothing where no row is live.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     part: str
     is_state: bool = False
+    is_window: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -204,7 +206,7 @@ class GdnMemory:
             return TensorSpec(shape=shape, dtype=kind, part="GDN state", is_state=True)
 
         def ring(*shape: int, kind: torch.dtype = dtype) -> TensorSpec:
-            return TensorSpec(shape=shape, dtype=kind, part="GDN ring")
+            return TensorSpec(shape=shape, dtype=kind, part="GDN ring", is_window=True)
 
         tensors = {"state": state(key_dim, options.state_dtype)}
         if options.state_dtype is torch.int8:

@@ -148,6 +148,13 @@ class Pools:
         cursors = [self.seq_len, self.ring_start, self.history_len]
         return cursors + [t for tensors in self._slot_tensors for t in tensors.values()]
 
+    def folded_tensors(self) -> list[Tensor]:
+        """Every tensor that matters of a slot whose window is empty, as after a prefill."""
+        cursors = [self.seq_len, self.ring_start, self.history_len]
+        for spec, tensors in zip(self.specs.all(), self._slot_tensors, strict=True):
+            cursors += [tensors[name] for name, one in spec.per_slot.items() if not one.is_window]
+        return cursors
+
     def slot_bytes(self) -> int:
         """Bytes of one slot: states, rings and cursors, without pages."""
         return self.specs.request_bytes() + 4 * (3 + self.page_table.shape[1])

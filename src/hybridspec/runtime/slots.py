@@ -190,7 +190,7 @@ class Allocator:
         pools.page_table[:, :width].index_copy_(0, numbers.long(), entries.view(-1, width))
         # First what is copied: a prefix may have been given up since, and its slot given on.
         if max(sources) >= 0:
-            copy_slots(pools.slot_tensors(), begun, numbers)
+            copy_slots(pools.folded_tensors(), begun, numbers)
         reset_slots(pools.start_tensors(), others)
         self._clean(held)
         for slot in slots:
@@ -218,7 +218,7 @@ class Allocator:
         columns = [[slot for slot, _ in found.values()], [one.slot for _, one in found.values()]]
         try:
             sources, targets = upload_parts([array("i", c) for c in columns], self.pools.device)
-            copy_slots(self.pools.slot_tensors(), sources, targets)
+            copy_slots(self.pools.folded_tensors(), sources, targets)
         except BaseException:
             self._free_slots += columns[1]
             raise
