@@ -63,7 +63,11 @@ def arguments() -> argparse.Namespace:
 
 def load_model(args: argparse.Namespace) -> LLM:
     """The engine, the same in both processes."""
-    options: dict[str, Any] = {"device": args.device, "draft_tokens": args.drafts}
+    options: dict[str, Any] = {
+        "device": args.device,
+        "draft_tokens": args.drafts,
+        "enable_prefix_caching": False,  # every round has the same prompts
+    }
     if args.geometry is None:
         return LLM(args.model, **options)
     with tempfile.TemporaryDirectory() as name:
