@@ -198,6 +198,7 @@ def main() -> int:
     report = json.dumps({"benchmark": "ordered_ops", **environment(), "rows": rows})
     if args.json:
         args.json.write_text(report + "\n")
+    print(report)
     return 0
 
 

@@ -28,11 +28,11 @@ _REPLAYS = 4
 # Which part a kernel belongs to, by its name; the first that fits.
 _PARTS = (
     ("experts", r"^(gate_up|down|down_sum|route|sum)_kernel|grouped"),
-    (RECURRENT, r"^verify$|gdn|replay"),
+    (RECURRENT, r"^verify$|gdn|replay|^ordered_verify"),
     ("convolution", r"conv|^verify_kernel"),
-    ("attention", r"^(split|finish|append)_kernel|flash"),
+    ("attention", r"^(split|finish|append|piece|join)_kernel|flash"),
     ("norms and gates", r"rms_norm|norm_and_rotate|gate_kernel"),
-    ("products", r"nvjet|gemm|gemv|splitK|cublas|cutlass|xmma"),
+    ("products", r"nvjet|gemm|gemv|splitK|cublas|cutlass|xmma|^(multiply|add_parts)_kernel"),
 )
 _REST = "plan, choose, accept, commit"
 

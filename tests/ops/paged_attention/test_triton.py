@@ -25,6 +25,8 @@ def test_compiled_kernels_fit(capability: int) -> None:
     assert {report["kernel"].rpartition(".")[2] for report in reports} == {
         "split_kernel",
         "finish_kernel",
+        "piece_kernel",
+        "join_kernel",
         "prefill_kernel",
     }
     limit = {80: 163, 89: 99}.get(capability, 227) * 1024
