@@ -21,6 +21,7 @@ from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import KvMemory, Pools
 from hybridspec.speculate.choose import choose_tokens
 from hybridspec.speculate.decoder import Asks, Decoder
+from hybridspec.speculate.forced import ForcedAcceptance
 
 __all__ = ["Draft", "DraftsFromLists", "ListDrafter", "MtpDrafter", "NoDrafter", "wanted_drafts"]
 
@@ -114,7 +115,11 @@ class MtpDrafter:
         counts = None if slots.is_cuda else wanted.tolist()
         hidden, tokens, cursor = last_hidden, slots, pools.seq_len.clone()
         memory, step = replace(self.memory, seq_len=cursor), None
-        for j in range(min(num_drafts, requests.most_drafts)):
+        num_drafts = min(num_drafts, requests.most_drafts)
+        if decoder.forced is not None and num_drafts:
+            _store_forced(decoder, decoder.forced, slots, num_drafts)
+        has_confidences = asks.has_confidences and decoder.forced is None
+        for j in range(num_drafts):
             if counts is not None and min(counts, default=0) <= j:
                 # The shapes of a device are fixed; here dead rows cost time.
                 keep = [b for b, count in enumerate(counts) if count > j]
@@ -129,18 +134,25 @@ class MtpDrafter:
                 hidden = self.head.forward(tokens, hidden, step, memory)
                 cursor += 1
             logits = self.logits(hidden)
-            probs = torch.softmax(logits, -1) if asks.has_confidences else None
+            probs = torch.softmax(logits, -1) if has_confidences else None
             tokens = choose_tokens(
                 decoder, logits, live, torch.full_like(live, j), asks, seq_len=pools.seq_len
             ).clamp_(min=0)
             requests.next_tokens.select(1, 1 + j).index_copy_(0, rows, tokens)
-            if decoder.forced is not None:
-                at = pools.seq_len[live].long() + 1 + j
-                sure = decoder.forced.confidence(live, at, j)
-                requests.confidences.select(1, j).index_copy_(0, rows, sure)
-            elif probs is not None:
+            if probs is not None:
                 sure = probs.gather(1, tokens[:, None])[:, 0]
                 requests.confidences.select(1, j).index_copy_(0, rows, sure)
+
+
+def _store_forced(
+    decoder: Decoder, forced: ForcedAcceptance, slots: Tensor, num_drafts: int
+) -> None:
+    """Store confidences for as many drafts as there can be; those of none are not looked at."""
+    requests, first = decoder.requests, slots.clamp(min=0).unsqueeze(-1)
+    newest = decoder.pools.seq_len[first].long()
+    sure = forced.confidences(first, newest + torch.arange(1, num_drafts + 1, device=slots.device))
+    stored = requests.confidences.narrow(1, 0, num_drafts)
+    stored.index_copy_(0, requests.rows_of(slots).long(), sure)
 
 
 def _single_rows(slots: Tensor) -> Step:

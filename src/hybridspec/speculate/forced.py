@@ -1,7 +1,8 @@
 """Acceptance by force, to measure a rate of acceptance that weights at hand do not have.
 
 Every part of a step runs; only which drafts stand, and the drafter's confidences, come from here.
-What such a run writes is synthetic.
+What such a run writes is synthetic. It is made of few operators, so that steps cost what they cost
+without it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hybridspec.ops.sampling import philox
-
 __all__ = ["ForcedAcceptance"]
 
 _DRAW, _JUDGE = 1, 2  # streams of the generator
+# Odd numbers whose multiples spread over all 64 bits: of the golden ratio, and MurmurHash3's.
+_SPREADERS = (-0x61C8864680B583EB, -0x00AE502812AA7333, -0x3B314601E57A13AD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,13 @@ class ForcedAcceptance:
         numbers = torch.tensor([spread, *rates], dtype=torch.float32, device=device)
         return cls(numbers[1:], numbers[0])
 
-    def confidence(self, slots: Tensor, positions: Tensor, index: int) -> Tensor:
-        """Return the probability of draft `index` (0 is the first) at its position, [B] fp32."""
-        rate = self.rates[min(index, self.rates.shape[0] - 1)]
-        draw = _uniform(slots, positions, _DRAW)
-        return (rate + self.spread * (2 * draw - 1)).clamp(0, 1)
+    def confidences(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Return the probability of each draft; slots [B, 1], positions [B, k]: [B, k] fp32."""
+        num_drafts, rates = positions.shape[1], self.rates
+        if rates.shape[0] < num_drafts:
+            rates = torch.cat((rates, rates[-1:].expand(num_drafts - rates.shape[0])))
+        draws = _uniform(slots, positions, _DRAW).mul_(2).sub_(1)
+        return draws.mul_(self.spread).add_(rates[:num_drafts]).clamp_(0, 1)
 
     def judge(
         self,
@@ -79,8 +82,8 @@ class ForcedAcceptance:
 
 
 def _uniform(slots: Tensor, positions: Tensor, stream: int) -> Tensor:
-    """Numbers in 0..1 of slots and positions, [N] fp32."""
-    zero = torch.zeros_like(positions).unsqueeze(-1)
-    counter = (positions.unsqueeze(-1), zero + stream, zero, zero)
-    words = philox(slots.clamp(min=0).long(), counter)
-    return words[:, 0, 0].to(torch.float32) * 2.0**-32
+    """Numbers in 0..1 of slots and positions, fp32: the upper bits of a hash of both."""
+    mixed = torch.add(positions * _SPREADERS[0], slots.long() + (stream << 32), alpha=_SPREADERS[1])
+    for spreader in _SPREADERS[1:]:
+        mixed = (mixed ^ (mixed >> 32)).mul_(spreader)
+    return (mixed >> 40).bitwise_and_(2**24 - 1).to(torch.float32).mul_(2.0**-24)
