@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, nargs="+", default=[248_320])
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--tiles", type=int, help="tiles that a program scans")
-    parser.add_argument("--splits", type=int, help="programs that settle a row")
+    parser.add_argument("--splits", type=int, help="programs of a row that weigh")
     parser.add_argument("--warps", type=int, help="warps of a program")
     parser.add_argument("--json", type=Path, help="file for the result")
     arguments = parser.parse_args()

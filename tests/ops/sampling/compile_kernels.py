@@ -9,7 +9,7 @@ import json
 import sys
 
 from helpers.triton_resources import compiled
-from hybridspec.ops.sampling import triton_choose, triton_edit
+from hybridspec.ops.sampling import triton_choose, triton_edit, triton_weigh
 from hybridspec.ops.sampling.mass import TILE
 
 # Types of pointers that are not int32, by name; scalars are int32.
@@ -21,10 +21,10 @@ TYPES = {
     "seed_ptr": "*i64",
     "peaks_ptr": "*fp32",
     "ratios_ptr": "*fp32",
-    "pivots_ptr": "*fp32",
-    "limits_ptr": "*fp64",
-    "masses_ptr": "*i64",
-    "parts_ptr": "*i64",
+    "chunks_ptr": "*fp32",
+    "facts_ptr": "*fp64",
+    "masses_ptr": "*fp32",
+    "sums_ptr": "*i64",
     "out_ptr": "*i64",
     "drafts_ptr": "*i64",
     "repetition_ptr": "*fp32",
@@ -33,12 +33,12 @@ TYPES = {
     "counts_ptr": "*i16",
     "bias_values_ptr": "*fp32",
 }
-SIZES = {"TILES": 128, "SPLITS": 8, "BLOCK": TILE}
+SIZES = {"TILES": 128, "GROUP": 2, "LENGTH": 1024, "BLOCK": TILE}
 EDITS = ("HAS_COUNTS", "HAS_BIAS", "HAS_WORDS", "HAS_MASKS", "HAS_MASK")
 
 
 # Of a vocabulary of one tile: Triton compiles integers that are 1 in.
-ONE_TILE = {"num_tiles": 1, "tiles_per_program": 1, "TILES": 1, "SPLITS": 1, "BLOCK": 512}
+ONE_TILE = {"num_tiles": 1, "tiles_per_program": 1, "TILES": 1, "GROUP": 1, "BLOCK": 512}
 
 
 def variants():
@@ -48,10 +48,11 @@ def variants():
         for kernel in (triton_choose.scan_kernel, triton_choose.pick_kernel):
             yield kernel, {**dict(zip(switches, flags, strict=True)), **SIZES}
     everything = dict.fromkeys((*switches, *EDITS), True)
-    kernels = (triton_choose.scan_kernel, triton_choose.pick_kernel, triton_choose.weigh_kernel)
-    for kernel in kernels:
-        yield kernel, {**everything, **ONE_TILE}
-    yield triton_choose.weigh_kernel, SIZES
+    last = (triton_weigh.weigh_kernel, triton_weigh.settle_kernel)
+    for kernel in (triton_choose.scan_kernel, triton_choose.pick_kernel, *last):
+        yield kernel, {**everything, **SIZES, **ONE_TILE}
+    for kernel in last:
+        yield kernel, SIZES
     edits = {**dict.fromkeys(EDITS, False), "BLOCK": TILE, "GROUP": 64}
     for name in EDITS:
         yield triton_edit.edit_kernel, {**edits, name: True}

@@ -90,11 +90,32 @@ def test_a_million_rows() -> None:
     assert num_different == 0
 
 
+@pytest.mark.parametrize("spread", [1.0, 6.0], ids=["flat", "peaked"])
+def test_a_large_vocabulary(spread: float) -> None:
+    """Rows that many programs share, under filters that keep nearly all, and hardly anything."""
+    logits, table, slots, others = random_rows(48, 248_320, 3)
+    logits.normal_(generator=torch.Generator("cuda").manual_seed(1)).mul_(spread)
+    table.temperature.fill_(0.8)
+    columns = {"top_k": (0, 20, 600), "top_p": (1.0, 0.95, 0.3, 0.02), "min_p": (0.0, 0.05)}
+    for column, values in columns.items():
+        for other in columns:
+            getattr(table, other).fill_(columns[other][0])
+        for value in values:
+            getattr(table, column).fill_(value)
+            found = [
+                choose(
+                    logits, slots, others[0], table, *others[1:], uses=FILTERED, backend=backend
+                )
+                for backend in ("reference", "triton")
+            ]  # fmt: skip
+            assert torch.equal(*found), f"{column} {value}"
+
+
 def test_launches_do_not_matter() -> None:
     logits, table, slots, others = random_rows(64, 248_320, 5)
     found = []
-    for tiles, splits in ((1, 16), (7, 3), (61, 1)):
-        config = launch.LaunchConfig(tiles_per_program=tiles, num_splits=splits, num_warps=8)
+    for tiles, splits, warps in ((1, 61, 4), (7, 3, 8), (61, 1, 4)):
+        config = launch.LaunchConfig(tiles_per_program=tiles, num_splits=splits, num_warps=warps)
         out = torch.empty(64, dtype=torch.int64, device="cuda")
         rows = Rows(slots, others[0], None)
         launch.choose(logits, rows, table, Text(*others[1:]), FILTERED, out, config)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton.language as tl
 
 from helpers.choice_cases import FILTER_KINDS, ChoiceCase, filter_case, random_case
-from hybridspec.ops.sampling import NO_TOKEN, SamplingUses, launch
+from hybridspec.ops.sampling import NO_TOKEN, SamplingUses, launch, triton_rows
 from hybridspec.ops.sampling.call import Rows, Text
 from hybridspec.ops.sampling.mass import TILE
 
@@ -14,8 +15,8 @@ pytestmark = pytest.mark.interpreted
 
 CONFIGS = {
     "tile by tile": launch.LaunchConfig(tiles_per_program=1, num_splits=2, num_warps=4),
-    "two tiles": launch.LaunchConfig(tiles_per_program=2, num_splits=3, num_warps=4),
-    "row by row": launch.LaunchConfig(tiles_per_program=100, num_splits=1, num_warps=4),
+    "two tiles": launch.LaunchConfig(tiles_per_program=2, num_splits=1, num_warps=4),
+    "row by row": launch.LaunchConfig(tiles_per_program=100, num_splits=4, num_warps=4),
 }
 
 
@@ -68,6 +69,25 @@ def test_ties() -> None:
         case = filter_case(7, kind, num_rows=6, vocab=300, spread=1.0)
         case.logits.mul_(2).round_().div_(2)
         assert torch.equal(run_kernels(case), case.choose())
+
+
+@pytest.mark.parametrize("kind", FILTER_KINDS)
+def test_rows_that_are_settled_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quick sums are never believed, and every list is too long."""
+    monkeypatch.setattr(triton_rows, "MARGIN", tl.constexpr(2.0))
+    monkeypatch.setattr(launch, "_LIST", 1)
+    for seed, spread in ((1, 0.5), (2, 4.0)):
+        case = filter_case(seed, kind, num_rows=5, vocab=TILE + 300, spread=spread)
+        case.logits[3:].mul_(2).round_().div_(2)
+        assert torch.equal(run_kernels(case), case.choose())
+
+
+def test_drops_one_after_the_other() -> None:
+    """Where hardly anything is kept, more winners are dropped than are weighed at once."""
+    case = filter_case(5, "top_p", num_rows=12, vocab=TILE + 300, spread=0.7)
+    case.table.temperature.fill_(1.0)
+    case.table.top_p.fill_(0.02)
+    assert torch.equal(run_kernels(case), case.choose())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-38, 0.8])

@@ -19,8 +19,10 @@ __all__ = ["LaunchConfig", "choose", "launch_config"]
 
 # Products and sums must round as PyTorch does: no fused multiply-add.
 _EXACT = {"enable_fp_fusion": False}
-_PROGRAMS = 1024  # what keeps a device busy
-_MOST_SPLITS = 16
+_PROGRAMS = 4096  # of a scan: several waves of them, so that the last one is a small part
+_WEIGHERS = 3072  # programs that weigh: they look at each other's sums between tiles
+_ALONE = 4  # that a program reads which settles a row alone
+_LIST = 1024  # tokens that a top_k may keep before a row is settled slowly
 _GROUP = 64  # entries of a bias, or bad words, at a time
 
 
@@ -29,8 +31,8 @@ class LaunchConfig:
     """How a row is shared out; the tokens do not depend on it.
 
     Attributes:
-        tiles_per_program: tiles that a program reads in the first launch.
-        num_splits: programs of a row that weigh tokens for top_p.
+        tiles_per_program: tiles that a program reads one after the other, the first time.
+        num_splits: programs of a row, the second time.
         num_warps: warps of a program.
     """
 
@@ -41,31 +43,44 @@ class LaunchConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """What the launches leave for each other: of each tile, of each row, of each program."""
+    """What the launches leave for each other: of each tile, and of each row."""
 
-    masses: Tensor
-    limits: Tensor
-    parts: Tensor
+    facts: Tensor
+    sums: Tensor
     peaks: Tensor
+    masses: Tensor
     ratios: Tensor
     tokens: Tensor
-    pair: Tensor
-    pivots: Tensor
-    arrived: Tensor
+    chunks: Tensor
+    modes: Tensor
+    candidates: Tensor
+    lists: Tensor
 
     @classmethod
-    def of(cls, num_rows: int, num_tiles: int, splits: int, device: torch.device) -> _Scratch:
+    def of(cls, num_rows: int, num_tiles: int, has_filters: bool, device: torch.device) -> _Scratch:
         """Cut two allocations into pieces: fields of eight bytes, and of four."""
-        num_all = num_rows * num_tiles
-        sizes = (num_all, num_rows, num_rows * splits * 2)
+        from hybridspec.ops.sampling.triton_choose import CHUNKS, FACTS, PIVOTS
+
+        num_all, num_some = num_rows * num_tiles, num_rows if has_filters else 0
+        sizes = [num_some * FACTS.value, num_some * (PIVOTS.value + 1)]
         wide = torch.empty(sum(sizes), dtype=torch.int64, device=device).split(sizes)
-        sizes = (num_all, num_all, num_all, num_rows, num_rows * 2, num_rows)
+        sizes = [num_all] * 4 + [num_all * CHUNKS.value * has_filters, num_some]
+        sizes += [num_some * PIVOTS.value, num_some * _LIST]
         narrow = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-        peaks, ratios, tokens, pair, pivots, arrived = narrow
-        floats = (tensor.view(torch.float32) for tensor in (peaks, ratios, pivots))
-        peaks, ratios, pivots = floats
-        limits = wide[1].view(torch.float64)
-        return cls(wide[0], limits, wide[2], peaks, ratios, tokens, pair, pivots, arrived)
+        peaks, masses, ratios, tokens, chunks, modes, candidates, lists = narrow
+        floats = torch.float32
+        return cls(
+            facts=wide[0].view(torch.float64),
+            sums=wide[1],
+            peaks=peaks.view(floats),
+            masses=masses.view(floats),
+            ratios=ratios.view(floats),
+            tokens=tokens,
+            chunks=chunks.view(floats),
+            modes=modes,
+            candidates=candidates,
+            lists=lists,
+        )
 
 
 def launch_config(num_rows: int, vocab_size: int) -> LaunchConfig:
@@ -73,8 +88,8 @@ def launch_config(num_rows: int, vocab_size: int) -> LaunchConfig:
     num_tiles = -(-vocab_size // TILE)
     return LaunchConfig(
         tiles_per_program=max(1, min(num_tiles, num_rows * num_tiles // _PROGRAMS)),
-        num_splits=max(1, min(_MOST_SPLITS, num_tiles, _PROGRAMS // num_rows)),
-        num_warps=8 if vocab_size >= 1024 else 4,
+        num_splits=max(1, min(_WEIGHERS // num_rows, num_tiles)),
+        num_warps=4,
     )
 
 
@@ -88,7 +103,7 @@ def choose(
     config: LaunchConfig | None = None,
 ) -> None:
     """Write the token of each row; see choose.py."""
-    from hybridspec.ops.sampling import triton_choose
+    from hybridspec.ops.sampling import triton_choose, triton_weigh
 
     if not logits.shape[0]:
         return
@@ -96,34 +111,39 @@ def choose(
     config = config or launch_config(num_rows, vocab)
     block = TILE if vocab > TILE else max(16, round_up_to_power_of_two(vocab))
     num_tiles = -(-vocab // block)
-    splits = min(config.num_splits, num_tiles)
     has_filters = uses.has_noise and uses.has_filters
     grid = (num_rows, -(-num_tiles // config.tiles_per_program))
     if uses.has_edits or rows.mask is not None:
         _edit(logits, rows, table, text, uses, grid, config, block)
-    scratch = _Scratch.of(num_rows, num_tiles, splits, logits.device)
+    scratch = _Scratch.of(num_rows, num_tiles, has_filters, logits.device)
     columns = (logits, rows.slots, rows.offsets, text.seq_len, table.temperature, table.seed)
+    filters = (table.top_k, table.top_p, table.min_p)
+    tiles = (scratch.peaks, scratch.masses, scratch.ratios)
+    open_rows = (scratch.modes, scratch.facts, scratch.candidates)
     sizes = {"vocab": vocab, "num_tiles": num_tiles, "row_stride": logits.stride(0)}
     switches = {"HAS_NOISE": uses.has_noise, "HAS_FILTERS": has_filters}
     options = {"BLOCK": block, "num_warps": config.num_warps, **_EXACT}
-    tiles = round_up_to_power_of_two(num_tiles)
+    padded = round_up_to_power_of_two(num_tiles)
     with torch.cuda.device_of(logits):
         triton_choose.scan_kernel[grid](
-            *columns, table.top_p, scratch.peaks, scratch.masses, scratch.ratios, scratch.tokens,
+            *columns, table.top_k, table.min_p, *tiles, scratch.tokens, scratch.chunks,
             tiles_per_program=config.tiles_per_program, **sizes, **switches, **options,
         )  # fmt: skip
         triton_choose.pick_kernel[(num_rows,)](
-            *columns, table.top_k, table.top_p, table.min_p, scratch.peaks, scratch.masses,
-            scratch.ratios, scratch.tokens, out, scratch.pair, scratch.pivots, scratch.limits,
-            scratch.arrived, **sizes, **switches, TILES=tiles, **options,
+            *columns, *filters, *tiles, scratch.tokens, scratch.chunks, out, *open_rows,
+            scratch.sums, **sizes, **switches, TILES=padded, **options,
         )  # fmt: skip
-        if has_filters:
-            triton_choose.weigh_kernel[(num_rows, splits)](
-                *columns, table.min_p, scratch.peaks, scratch.ratios, scratch.pair, scratch.pivots,
-                scratch.limits, scratch.parts, scratch.arrived, out,
-                tiles_per_program=-(-num_tiles // splits), **sizes, TILES=tiles,
-                SPLITS=round_up_to_power_of_two(splits), **options,
-            )  # fmt: skip
+        if not has_filters:
+            return
+        options |= {"TILES": padded, "LENGTH": _LIST}
+        triton_weigh.weigh_kernel[(num_rows, config.num_splits)](
+            logits, scratch.peaks, scratch.masses, scratch.modes, scratch.facts, scratch.sums,
+            scratch.lists, **sizes, **options,
+        )  # fmt: skip
+        triton_weigh.settle_kernel[(num_rows,)](
+            *columns, *filters, *tiles, *open_rows, scratch.sums, scratch.lists, out,
+            **sizes, **(options | {"num_warps": 8}), GROUP=min(_ALONE, padded),
+        )  # fmt: skip
 
 
 def _edit(
