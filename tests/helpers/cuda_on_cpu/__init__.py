@@ -14,6 +14,9 @@ from hybridspec.ops._nvrtc import SOURCES
 __all__ = ["CpuKernel", "load_kernel"]
 
 HERE = Path(__file__).parent
+# Without the last one the loader would unite variables of the same name across libraries, and their
+# sizes differ from kernel to kernel.
+FLAGS = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique"]
 
 
 class CpuKernel:
@@ -41,12 +44,12 @@ def load_kernel(
     macros = [f"-D{key}={value}" for key, value in defines]
     headers = sorted((SOURCES / source).parent.glob("*.cuh"))
     files = [HERE / "primitives.cuh", HERE / f"run_{name}.cpp", SOURCES / source, *headers]
-    key = hashlib.sha256("".join([*macros, *(file.read_text() for file in files)]).encode())
+    key = hashlib.sha256("".join([*FLAGS, *macros, *(file.read_text() for file in files)]).encode())
     library = Path(tempfile.gettempdir()) / f"hybridspec-{name}-{key.hexdigest()[:16]}.so"
     if not library.exists():
         partial = library.with_suffix(f".{id(macros)}.so")
-        command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{HERE}"]
-        command += [f"-I{(SOURCES / source).parent}", *macros, str(HERE / f"run_{name}.cpp")]
+        folders = [f"-I{HERE}", f"-I{(SOURCES / source).parent}"]
+        command = ["g++", *FLAGS, *folders, *macros, str(HERE / f"run_{name}.cpp")]
         subprocess.run([*command, "-o", str(partial)], check=True)
         partial.replace(library)
     return CpuKernel(library, threads, shared_bytes)
