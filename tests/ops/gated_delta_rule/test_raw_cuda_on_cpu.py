@@ -14,7 +14,7 @@ from helpers.raw_cases import RAW_CUDA_CASES, RAW_LARGE, RAW_NARROW, REGIMES, Ra
 from helpers.tolerances import error
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops._nvrtc import SOURCES
-from hybridspec.ops.gated_delta_rule import raw, raw_cuda
+from hybridspec.ops.gated_delta_rule import launch_cuda, raw, raw_cuda
 from hybridspec.ops.gated_delta_rule.launch_cuda import CudaConfig
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -23,7 +23,7 @@ MODES = [Dtypes(BF16, BF16, BF16), Dtypes(F16, F16, F16), Dtypes(BF16, F32, BF16
 
 @pytest.fixture(autouse=True)
 def cuda_on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw_cuda, "load_kernel", cuda_on_cpu.load_kernel)
+    monkeypatch.setattr(launch_cuda, "load_kernel", cuda_on_cpu.load_kernel)
     served = raw.RAW_BACKENDS["cuda"]._replace(explain=raw_cuda.explain_call)
     monkeypatch.setitem(raw.RAW_BACKENDS, "cuda", served)
     monkeypatch.setattr(raw._verify_raw, "_runs", {})  # what is remembered is for this test only

@@ -26,6 +26,7 @@ __all__ = [
     "TYPES",
     "CudaConfig",
     "Params",
+    "Pointed",
     "choose_config",
     "declare",
     "defines_of",
@@ -81,6 +82,7 @@ def declare(
     )
 
 
+Pointed = tuple[Tensor | None, ...]
 Params, Constants = declare(_POINTERS, _STRIDES + _INTEGERS)  # Params: see verify_layout.cuh
 
 
@@ -198,7 +200,7 @@ def explain_operands(
 
 def defines_of(
     rows: Rows, gates: Gates, state: Tensor, config: CudaConfig, warp_bytes: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Macros of the kernels for the tensors of a call: what they do not take from `Params`."""
     return {
         "ACT": ACTS[rows.k.dtype],
@@ -260,19 +262,13 @@ def prepare(
         "BY_BLOCK": int(has_blocks),
         "TOKEN_DECAY": int(ring.has_token_decay),
     }
-    with torch.cuda.device_of(rows.q):
-        kernel = load_kernel(
-            SOURCE, "verify", tuple(defines.items()), 32 * config.warps, config.warps * warp_bytes,
-            rows.q.device.index,
-        )  # fmt: skip
-    num_blocks = -(-num_heads * config.splits // config.warps)
     constants = _constants(rows, gates, state, ring, batch)
-    return launcher(kernel, num_blocks, Params, constants, _pointed)
+    return launcher(SOURCE, "verify", defines, num_heads, rows.q, Params, constants, _pointed)
 
 
 def _pointed(
     rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
-) -> tuple[Tensor | None, ...]:
+) -> Pointed:
     """Tensors in the order of `_POINTERS`."""
     return (
         *rows[:5], readable(gates.A_log), readable(gates.dt_bias), *state, *ring[:3],
@@ -281,21 +277,30 @@ def _pointed(
 
 
 def launcher(
-    kernel: Any, num_blocks: int, params: type[ctypes.Structure], constants: ctypes.Structure,
-    pointed: Callable[..., tuple[Tensor | None, ...]],
+    source: str, name: str, defines: dict[str, Any], num_heads: int, where: Tensor,
+    params: type[ctypes.Structure], constants: ctypes.Structure, pointed: Callable[..., Pointed],
 ) -> Callable[..., None]:  # fmt: skip
-    """Return what launches a kernel on calls of one kind, which differ in addresses alone.
+    """Build a kernel; return what launches it on calls of one kind, which differ in addresses.
 
     Args:
-        kernel: the kernel.
-        num_blocks: blocks of a launch.
-        params: the struct that the kernel takes.
+        source: file of the kernel.
+        name: name of the kernel.
+        defines: its macros, those of `defines_of` among them.
+        num_heads: requests times value heads.
+        where: a tensor on its device.
+        params: the struct that it takes.
         constants: its part besides addresses.
         pointed: names the tensors of a call in the order of addresses.
     """
-    rest = bytes(constants)
+    warps, warp_bytes = defines["WARPS"], defines["SHARED_BYTES"]
+    with torch.cuda.device_of(where):
+        kernel = load_kernel(
+            source, name, tuple(defines.items()), 32 * warps, warps * warp_bytes,
+            where.device.index,
+        )  # fmt: skip
+    num_blocks = -(-num_heads * defines["SPLITS"] // warps)
     addresses = struct.Struct(f"{len(params._fields_) - len(constants._fields_)}P")
-    rest = rest.ljust(ctypes.sizeof(params) - addresses.size, b"\0")
+    rest = bytes(constants).ljust(ctypes.sizeof(params) - addresses.size, b"\0")
 
     def run(rows: Rows, gates: Gates, state: State, ring: Any, batch: FoldingBatch) -> None:
         found = pointed(rows, gates, state, ring, batch)

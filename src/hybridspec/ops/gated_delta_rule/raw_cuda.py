@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridspec.ops._nvrtc import load_kernel
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.launch_cuda import (
     NEVER,
+    Pointed,
     choose_config,
     declare,
     defines_of,
@@ -87,19 +87,13 @@ def prepare(
     config = choose_config(num_heads, value_dim, checkpoints.dtype)
     warp_bytes = value_dim // config.splits * (key_dim * checkpoints.itemsize + _STAGED_BYTES)
     defines = defines_of(rows, gates, checkpoints, config, warp_bytes)
-    with torch.cuda.device_of(rows.q):
-        kernel = load_kernel(
-            SOURCE, "verify_raw", tuple(defines.items()), 32 * config.warps,
-            config.warps * warp_bytes, rows.q.device.index,
-        )  # fmt: skip
-    num_blocks = -(-num_heads * config.splits // config.warps)
     constants = _constants(rows, gates, checkpoints, ring, batch)
-    return launcher(kernel, num_blocks, Params, constants, _pointed)
+    return launcher(SOURCE, "verify_raw", defines, num_heads, rows.q, Params, constants, _pointed)
 
 
 def _pointed(
     rows: Rows, gates: Gates, state: State, ring: RawRingView, batch: FoldingBatch
-) -> tuple[Tensor | None, ...]:
+) -> Pointed:
     """Tensors in the order of `_POINTERS`."""
     return (
         *rows[:5], readable(gates.A_log), readable(gates.dt_bias), state.values, *ring[:4],
