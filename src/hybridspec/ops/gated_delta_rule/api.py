@@ -77,14 +77,10 @@ def prefill(
     if out is None and isinstance(v, Tensor):
         out = v.new_empty(v.shape)
     _prefill(
-        Rows(q, k, v, a, b, out),
-        Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
-        State(state, state_scale),
-        ring,
-        FoldingBatch(cu_seqlens, slots, None, max_seqlen),
-        chunk_size,
-        backend=backend,
-    )
+        Rows(q, k, v, a, b, out), Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
+        State(state, state_scale), ring, FoldingBatch(cu_seqlens, slots, None, max_seqlen),
+        chunk_size, backend=backend,
+    )  # fmt: skip
     return out
 
 
@@ -160,13 +156,11 @@ def verify(
     if out is None and isinstance(v, Tensor):
         out = v.new_empty(v.shape)
     _verify(
-        Rows(q, k, v, a, b, out),
-        Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
-        State(state, state_scale),
-        ring,
+        Rows(q, k, v, a, b, out), Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
+        State(state, state_scale), ring,
         FoldingBatch(cu_seqlens, slots, is_fold, max_verify_tokens, rand_seed=rand_seed),
         backend=backend,
-    )
+    )  # fmt: skip
     return out
 
 

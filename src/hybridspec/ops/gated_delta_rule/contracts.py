@@ -50,7 +50,6 @@ def check_verify(
 ) -> None:
     """Raise unless the arguments of `verify` fit together."""
     _check_rows("N", rows, gates, state, ring, batch)
-    _check_options(gates)
     check_option("padding", batch.padding, int, low=-1)
     check_window(ring, batch.max_rows)
     if batch.is_fold is not None:
@@ -65,7 +64,6 @@ def check_prefill(
 ) -> None:
     """Raise unless the arguments of `prefill` fit together."""
     _check_rows("N", rows, gates, state, ring, batch)
-    _check_options(gates)
     check_option("max_seqlen", batch.max_rows, int, low=0)
     check_option("chunk_size", chunk_size, int, low=1)
 
@@ -75,7 +73,6 @@ def check_verify_rows(
 ) -> None:
     """Raise unless the arguments of `verify_rows` fit together."""
     _check_rows("B T", rows, gates, state, ring, batch)
-    _check_options(gates)
     check_option("padding", batch.padding, int, low=-1)
     if batch.fold_threshold is not None:
         check_threshold(batch.fold_threshold)
@@ -159,7 +156,17 @@ def check_materialize(
 def _check_rows(
     packing: str, rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> None:
-    """Check rows packed by request ("N"), or equally many of each ("B T") with cursors of each."""
+    """Check all but the batch's own options.
+
+    Args:
+        packing: "N" for rows packed by request; "B T" for equally many of each, with cursors of
+            each.
+        rows: rows of the call.
+        gates: parameters and options of the layer.
+        state: checkpoints.
+        ring: ring of the layer.
+        batch: its requests.
+    """
     by_name: dict[str, Any] = rows._asdict()
     dims: Dims = {}
     for name, spec in (("k", "H K"), ("q", "H K"), ("v", "HV V")):
@@ -208,6 +215,7 @@ def _check_rows(
         **{"v": rows.v} | by_name, **devices, state=state.values,
         state_scale=state.scale, **ring_tensors(ring),
     )  # fmt: skip
+    _check_options(gates)
 
 
 def _check_options(gates: Gates) -> None:

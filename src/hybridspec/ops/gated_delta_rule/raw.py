@@ -58,13 +58,10 @@ def verify_raw(
     if out is None and isinstance(v, Tensor):
         out = v.new_empty(v.shape)
     _verify_raw(
-        Rows(q, k, v, a, b, out),
-        Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
-        State(state, None),
-        ring,
-        FoldingBatch(cu_seqlens, slots, is_fold, max_verify_tokens),
+        Rows(q, k, v, a, b, out), Gates(A_log, dt_bias, scale, use_qk_l2norm, beta_scale),
+        State(state, None), ring, FoldingBatch(cu_seqlens, slots, is_fold, max_verify_tokens),
         backend=backend,
-    )
+    )  # fmt: skip
     return out
 
 
