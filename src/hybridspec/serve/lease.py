@@ -18,7 +18,10 @@ __all__ = ["Leased", "Leases", "ReplicaClient"]
 _HEADER = b"x-hybridspec-lease"
 _UNUSED_S = 30.0  # after which a lease that nobody used ends
 # Of one connection only; uvicorn writes `date` itself.
-_OWN_HEADERS = {b"connection", b"keep-alive", b"transfer-encoding", b"host", b"date", _HEADER}
+_OWN_HEADERS = {
+    b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"te", b"trailer",
+    b"upgrade", b"expect", b"host", b"date", _HEADER,
+}  # fmt: skip
 
 
 class Leases:
