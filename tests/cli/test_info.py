@@ -25,6 +25,7 @@ def test_facts(cli: Callable, fake: FakeLLM) -> None:
         "keys and values 10 B a token, 9.8 KiB at 1,000 tokens",
         "together 2.0 KiB and keys and values",
         "with state snapshots 4.0 KiB and keys and values",
+        "prefixes kept at most 5, 2.0 KiB each",
         "requests that fit 7 of 1,000 tokens",
     ):
         assert expected in lines

@@ -197,7 +197,7 @@ class FakeLLM:
 
     def counters(self) -> Counters:
         """Nothing is counted."""
-        return Counters()
+        return Counters(num_states=5)
 
 
 def _model_config() -> ModelConfig:

@@ -168,6 +168,8 @@ def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
     ]
     if info.config.draft_tokens:
         rows.append(("with state snapshots", f"{amount(info.snapshot_bytes)} and keys and values"))
+    if info.counters.num_states:
+        rows.append(("prefixes kept", f"at most {info.counters.num_states}, {amount(fixed)} each"))
     rows.append(("requests that fit", f"{info.num_requests_fit:,} of {length:,} tokens"))
     return rows
 
@@ -216,4 +218,5 @@ def as_json(info: EngineInfo) -> dict[str, Any]:
         "kv_bytes_per_token": info.kv_bytes_per_token,
         "snapshot_bytes": info.snapshot_bytes,
         "num_requests_fit": info.num_requests_fit,
+        "num_prefix_states": info.counters.num_states,
     }
