@@ -194,6 +194,7 @@ def test_what_a_caller_keeps_hold_of_is_copied() -> None:
         ("max_num_batched_tokens", 0, ValueError),
         ("max_num_batched_tokens", 2.5, TypeError),
         ("enforce_eager", 1, TypeError),
+        ("capture_prompts", "yes", TypeError),
         ("revision", "", ValueError),
         ("revision", 3, TypeError),
         ("tokenizer", Path("x"), TypeError),

@@ -278,6 +278,8 @@ class EngineConfig:
         prefix_states: of how many prefixes the recurrent states are kept; each takes as much memory
             as a request without its keys and values. None is 64, or fewer where memory is short.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
+        capture_prompts: whether to capture forwards of prompt rows as CUDA graphs too, in chunks of
+            512 rows; not seen on a GPU yet.
         exact: what drafts, batch and load must not change: "tokens", up to near-ties that rounding
             decides, or "bitwise", every logit (`docs/exactness.md`).
         revision: of a model on the hub: branch, tag or commit.
@@ -309,6 +311,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     prefix_states: int | None = None
     enforce_eager: bool = False
+    capture_prompts: bool = False
     exact: str = "tokens"
     revision: str | None = None
     tokenizer: str | None = None
@@ -355,6 +358,7 @@ class EngineConfig:
         flag("dummy_weights", self.dummy_weights)
         flag("enable_prefix_caching", self.enable_prefix_caching)
         flag("enforce_eager", self.enforce_eager)
+        flag("capture_prompts", self.capture_prompts)
         for name in ("mtp_from", "revision", "tokenizer"):
             optional_text(name, getattr(self, name))
         self._check_mtp_from()

@@ -16,6 +16,7 @@ from hybridspec.config import EngineConfig, SamplingParams
 
 # For programs: what they do is no matter of a text on a terminal.
 WITHOUT_FLAGS = {
+    "capture_prompts",
     "draft_vocab",
     "allowed_token_ids",
     "detokenize",

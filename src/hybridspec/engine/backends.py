@@ -88,7 +88,7 @@ def choose_backends(
     choices: Choices = {}
     for kind, memory in zip(by_kind, sample.memories, strict=True):
         for op, refusals in MIXERS[kind].refusals(model, memory, max_verify_tokens).items():
-            if is_ordered:
+            if is_ordered and op in _ORDERED:
                 choices[op] = _ordered_choice(op, refusals)
                 continue
             for name in _ONLY_ORDERED:

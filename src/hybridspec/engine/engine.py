@@ -21,6 +21,7 @@ from hybridspec.engine.exactness import check_products, is_row_by_row
 from hybridspec.engine.interrupts import interrupts_wait
 from hybridspec.engine.isolation import ProcessGuard, torch_defaults
 from hybridspec.engine.memory import make_pools
+from hybridspec.engine.prompt_graphs import capture_prompts
 from hybridspec.engine.request import Request, RequestGroup
 from hybridspec.engine.resolve import resolve
 from hybridspec.engine.rules import check_params, counted_logprobs, make_options
@@ -89,16 +90,18 @@ class Engine:
         )
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self.pools, self.allocator = make_pools(self.resolved)
-        decoder, graphs = self._decoder(drafter), None
+        decoder, graphs, prompts = self._decoder(drafter), None, None
         sizes = step_sizes(self.allocator, self.config)
         check_products(self.model, [rows for budgets in sizes.values() for rows in budgets])
         if self._can_capture(drafter):
             graphs = capture_steps(decoder, self.allocator, sizes, self.config)
+            prompts = capture_prompts(decoder, self.resolved)
         self.runner = Runner(
             decoder,
             self.allocator,
             make_policy(self.config, graphs),
             graphs=graphs,
+            prompts=prompts,
             has_confidences=self.config.needs_confidences,
         )
         assert self.config.max_num_batched_tokens is not None  # resolved

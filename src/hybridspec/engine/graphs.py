@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridspec.engine import capture
 from hybridspec.ops.accept import StepResult
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import Allocator
@@ -31,14 +32,6 @@ def ladder(most: int) -> list[int]:
     """Return the batch sizes to capture: few enough to start soon, close enough to waste little."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 513, 32)]
     return sorted({min(size, most) for size in sizes})
-
-
-class Replayed(Protocol):
-    """What was captured."""
-
-    def replay(self) -> None:
-        """Launch it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +89,9 @@ class StepGraphs:
         self._asks = asks
         device = decoder.pools.device
         self._lanes = {size: _make_lanes(decoder, size) for size in self.sizes}
-        free, pool = _free_bytes(device), _memory_pool(device)
-        self._verify: dict[tuple[int, int], Replayed] = {}
-        self._draft: dict[tuple[int, int], Replayed] = {}
+        free, pool = capture.free_bytes(device), capture.memory_pool(device)
+        self._verify: dict[tuple[int, int], capture.Replayed] = {}
+        self._draft: dict[tuple[int, int], capture.Replayed] = {}
         # The largest first: the smaller ones find room in what it has left.
         for size in reversed(self.sizes):
             for rows in reversed(self.budgets[size]):
@@ -106,7 +99,7 @@ class StepGraphs:
             if decoder.requests.most_drafts:
                 for count in reversed(self.drafts):
                     self._draft[size, count] = self._capture_draft(size, count, pool)
-        self.nbytes = free - _free_bytes(device)
+        self.nbytes = free - capture.free_bytes(device)
         count = len(self._verify) + len(self._draft)
         _log.info("graphs: %d, %d MiB", count, self.nbytes >> 20)
 
@@ -161,7 +154,7 @@ class StepGraphs:
         if self._draft:
             self._draft[size, count].replay()
 
-    def _capture_verify(self, size: int, rows: int, pool: Any) -> Replayed:
+    def _capture_verify(self, size: int, rows: int, pool: Any) -> capture.Replayed:
         decoder, left = self.decoder, self._lanes[size]
         step = Step.create(
             max_requests=size,
@@ -181,15 +174,15 @@ class StepGraphs:
                 left.hidden.copy_(hidden)
                 left.live.copy_(live)
 
-        return _capture(run, pool, decoder.pools.device)
+        return capture.record(run, pool, decoder.pools.device)
 
-    def _capture_draft(self, size: int, count: int, pool: Any) -> Replayed:
+    def _capture_draft(self, size: int, count: int, pool: Any) -> capture.Replayed:
         decoder, left = self.decoder, self._lanes[size]
 
         def run() -> None:
             decoder.drafter.propose(decoder, left.hidden, left.live, self._asks, count)
 
-        return _capture(run, pool, decoder.pools.device)
+        return capture.record(run, pool, decoder.pools.device)
 
 
 def _make_lanes(decoder: Decoder, size: int) -> _Lanes:
@@ -205,24 +198,3 @@ def _make_lanes(decoder: Decoder, size: int) -> _Lanes:
         packed=zeros(size, StepResult.width(k)),
         confidences=zeros(size, k, dtype=torch.float32),
     )
-
-
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0]
-
-
-def _memory_pool(device: torch.device) -> Any:
-    return torch.cuda.graph_pool_handle()
-
-
-def _capture(run: Callable[[], None], pool: Any, device: torch.device) -> Replayed:
-    """Capture a function, with no live lane, so that it changes nothing."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        run()  # compiles and loads what is missing
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        run()
-    return graph

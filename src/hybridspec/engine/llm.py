@@ -76,6 +76,8 @@ class LLM:
         max_num_batched_tokens: most prompt rows of a pass; None is 2,048 (CPU) or 8,192 (GPU).
         enable_prefix_caching, prefix_states: whether prompts reuse prefixes; most that are kept.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
+        capture_prompts: whether to capture forwards of prompt rows as well, in chunks of 512 rows;
+            not seen on a GPU yet.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from: a folder, an id or "bundled".
         seed: where the seeds of requests that name none come from, in order; None draws them.
@@ -117,6 +119,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         prefix_states: int | None = None,
         enforce_eager: bool = False,
+        capture_prompts: bool = False,
         revision: str | None = None,
         tokenizer: str | Path | None = None,
         seed: int | None = None,
@@ -152,6 +155,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             prefix_states=prefix_states,
             enforce_eager=enforce_eager,
+            capture_prompts=capture_prompts,
             revision=revision,
             tokenizer=str(tokenizer) if isinstance(tokenizer, Path) else tokenizer,
             seed=seed,

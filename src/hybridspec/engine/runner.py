@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridspec.engine.counters import Counters
 from hybridspec.engine.graphs import StepGraphs
 from hybridspec.engine.launch import Launch
+from hybridspec.engine.prompt_graphs import PromptGraphs
 from hybridspec.engine.request import Request
 from hybridspec.engine.sizing import tell_calibration
 from hybridspec.ops.accept import RequestTable, Taken
@@ -63,6 +64,7 @@ class Runner:
         allocator: says which pages requests have.
         policy: sizes the steps.
         graphs: captured steps; None runs every step operator by operator.
+        prompts: captured forwards of prompt rows; None runs them operator by operator.
         has_confidences: whether rows or sizes are chosen by the drafter's confidences.
         launched: steps whose outcome was not read yet, oldest first.
         counters: told of every forward and of what it brought.
@@ -75,6 +77,7 @@ class Runner:
         policy: Policy,
         *,
         graphs: StepGraphs | None = None,
+        prompts: PromptGraphs | None = None,
         has_confidences: bool = False,
     ) -> None:
         self.decoder = decoder
@@ -82,6 +85,7 @@ class Runner:
         self.policy = policy
         self.has_confidences = has_confidences
         self.graphs = graphs
+        self.prompts = prompts
         self.launched: deque[Launch] = deque()
         self.counters = Counters.create(decoder.requests.most_drafts)
         self._steps: dict[tuple[int, int], Step] = {}
@@ -176,6 +180,7 @@ class Runner:
             self._upload(complete, torch.int64),
             self._asks([requests[b] for b in complete]),
             self.policy.drafts,
+            hidden=None if self.prompts is None else self.prompts.forward(step),
         )
         self._report_prompts(requests, hidden, lengths)
         if outcome is not None:

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
 
+from hybridspec.engine.prompt_graphs import CAPTURED_CHUNK
 from hybridspec.engine.request import Request
 from hybridspec.engine.runner import Runner
 from hybridspec.runtime import Allocator, prefix_keys
@@ -63,7 +64,8 @@ class Scheduler:
         self._unwritten: list[Request] = []  # have a slot that the device does not know of yet
         self.max_prompt_rows = max_prompt_rows
         device = allocator.pools.device.type
-        self.max_chunk = min(PROMPT_CHUNKS[device], max_prompt_rows)
+        chunk = PROMPT_CHUNKS[device] if runner.prompts is None else CAPTURED_CHUNK
+        self.max_chunk = min(chunk, max_prompt_rows)
         self.keeps_last_border = device == "cpu"
         self.is_set_back = is_set_back
         self.page_size = allocator.pools.page_size

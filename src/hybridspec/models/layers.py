@@ -31,6 +31,7 @@ __all__ = [
     "GATED_DELTA_RULE",
     "NORM_AND_ROTATE",
     "PROMPT_ATTENTION",
+    "PROMPT_RULE",
     "AttentionLayer",
     "DecoderLayer",
     "GdnLayer",
@@ -45,6 +46,7 @@ GATED_DELTA_RULE = "gated_delta_rule"
 CAUSAL_CONV1D = "causal_conv1d"
 ATTENTION = "paged_attention"
 PROMPT_ATTENTION = "attention of prompts"
+PROMPT_RULE = "gated_delta_rule of prompts"
 NORM_AND_ROTATE = "norm_and_rotate"
 
 # By op: the backends in order of preference, each with why it would not serve, None if it would.
@@ -171,7 +173,7 @@ class GdnLayer:
                 causal_conv1d.Log(memory.conv_ring, memory.seq_len),
                 causal_conv1d.Batch(offsets, offsets[:1], max_verify_tokens),
             ),
-            GATED_DELTA_RULE: _explain_rule(
+            **_explain_rule(
                 gated_delta_rule.Rows(q.view(keys), k.view(keys), v.view(values), a, b, y),
                 gated_delta_rule.Gates(gate, gate, None, True, 1.0),
                 memory,
@@ -241,12 +243,16 @@ def _explain_rule(
     gates: gated_delta_rule.Gates,
     memory: GdnMemory,
     batch: gated_delta_rule.FoldingBatch,
-) -> dict[str, str | None]:
-    """Say of each backend of the rule why it cannot serve a step over a memory, or None."""
-    state = gated_delta_rule.State(memory.state, memory.state_scale)
-    if isinstance(memory.ring, RawRingView):
-        return gated_delta_rule.explain_verify_raw(rows, gates, state, memory.ring, batch)
-    return gated_delta_rule.explain_verify(rows, gates, state, memory.ring, batch)
+) -> Refusals:
+    """Ask which backends of the rule would not serve steps and prompts over a memory."""
+    state, ring = gated_delta_rule.State(memory.state, memory.state_scale), memory.ring
+    if isinstance(ring, RawRingView):
+        verify = gated_delta_rule.explain_verify_raw(rows, gates, state, ring, batch)
+        ring = ring.for_prefill()
+    else:
+        verify = gated_delta_rule.explain_verify(rows, gates, state, ring, batch)
+    prompts = gated_delta_rule.explain_prefill(rows, gates, state, ring, batch)
+    return {GATED_DELTA_RULE: verify, PROMPT_RULE: prompts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

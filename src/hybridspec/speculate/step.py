@@ -95,6 +95,8 @@ def prefill_step(
     complete: Tensor,
     asks: Asks,
     num_drafts: int,
+    *,
+    hidden: Tensor | None = None,
 ) -> tuple[Tensor, Outcome | None]:
     """Store prompt rows; the requests whose prompts they complete get a first token and drafts.
 
@@ -106,12 +108,14 @@ def prefill_step(
         complete: which requests of the batch they complete, [C] int64; in.
         asks: what the requests of the batch may need.
         num_drafts: most drafts to propose for each request.
+        hidden: hidden states of the rows, where the forward was run already.
 
     Returns:
         Hidden states of all rows, [N, D], and what `complete` got, None if there are none.
     """
     pools, drafter, outcome = decoder.pools, decoder.drafter, None
-    hidden = decoder.forward(step)
+    if hidden is None:
+        hidden = decoder.forward(step)
     last = (step.cu_seqlens[1:] - 1).long()[complete]
     slots = step.slots[complete]
     if complete.shape[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hybridspec.ops.gated_delta_rule.api import (
+    explain_prefill,
     explain_verify,
     fold,
     materialize,
@@ -22,6 +23,7 @@ __all__ = [
     "Rows",
     "State",
     "decode",
+    "explain_prefill",
     "explain_verify",
     "explain_verify_raw",
     "fold",

@@ -23,7 +23,15 @@ from hybridspec.ops.gated_delta_rule.contracts import (
 )
 from hybridspec.ops.ring.view import RingView
 
-__all__ = ["VERIFY_BACKENDS", "explain_verify", "fold", "materialize", "prefill", "verify"]
+__all__ = [
+    "VERIFY_BACKENDS",
+    "explain_prefill",
+    "explain_verify",
+    "fold",
+    "materialize",
+    "prefill",
+    "verify",
+]
 
 VERIFY_BACKENDS = {
     "cuda": Backend(launch_cuda.explain_verify, launch_cuda.verify, launch_cuda.prepare),
@@ -222,6 +230,14 @@ def explain_verify(
 ) -> dict[str, str | None]:
     """Say of each backend, in order of preference, why it cannot serve a verify call, or None."""
     return _verify.explain(rows, gates, state, ring, batch)
+
+
+def explain_prefill(
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch, *,
+    chunk_size: int = 64,
+) -> dict[str, str | None]:  # fmt: skip
+    """Say of each backend, in order of preference, why it cannot serve a prefill, or None."""
+    return _prefill.explain(rows, gates, state, ring, batch, chunk_size)
 
 
 _prefill = register(
