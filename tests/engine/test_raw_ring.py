@@ -10,6 +10,7 @@ import torch
 from helpers.drafters import random_script, run, scripted_engine, wrong_script
 from helpers.tiny_checkpoints import TinyCheckpoint
 from hybridspec import LLM, SamplingParams, UnsupportedError
+from hybridspec.engine import resolve, scheduler
 from hybridspec.engine.engine import Engine
 from hybridspec.ops.ring import RawRingView
 from hybridspec.runtime import GdnMemory
@@ -116,3 +117,21 @@ def test_16_bit_states_and_what_is_refused(tiny: TinyCheckpoint) -> None:
         LLM(tiny.folder, exact="bitwise", **options)
     with pytest.raises(ValueError, match="ring: expected one of u, raw, got 'both'"):
         LLM(tiny.folder, ring="both", device="cpu")
+
+
+def test_prompts_that_reuse_a_prefix(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state at a border, where the window is empty, is all that is kept of a raw ring."""
+    monkeypatch.setitem(scheduler.PROMPT_CHUNKS, "cpu", 24)
+    monkeypatch.setattr(resolve, "PAGE_SIZE", 8)
+    rng = random.Random(4)
+    shared = [rng.randrange(97) for _ in range(60)]
+    prompts = [[*shared, *(rng.randrange(97) for _ in range(9))] for _ in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    found = []
+    for options in ({"ring": "raw"}, {"enable_prefix_caching": False}):
+        llm = LLM(tiny.folder, draft_tokens=3, device="cpu", **options)
+        results = [llm.generate(prompt_token_ids=one, sampling_params=params) for one in prompts]
+        found.append([tokens_of(one)[0] for one in results])
+        if "ring" in options:
+            assert llm.counters().prefix_hits > 0
+    assert found[0] == found[1]
