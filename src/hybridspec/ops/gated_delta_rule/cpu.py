@@ -77,13 +77,9 @@ def read_state(x: Tensor, state: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 def absorb(
-    state: Tensor,
-    k: Tensor,
-    u: Tensor,
-    cum: Tensor,
-    scale: Tensor | None = None,
+    state: Tensor, k: Tensor, u: Tensor, cum: Tensor, scale: Tensor | None = None,
     words: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Advance a state [HV, V, K] in place over rows k [H, P, K], u [HV, P, V], cum [HV, P].
 
     S <- e^{cum_P} S + sum_j e^{cum_P - cum_j} u_j k_j^T, rounded once, by chance if there are words
@@ -108,16 +104,9 @@ def absorb(
 
 
 def delta_rows(
-    x: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cum: Tensor,
-    since: Tensor,
-    beta: Tensor,
-    window: Window | None,
-    read: Callable[[Tensor], Tensor],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, k: Tensor, v: Tensor, cum: Tensor, since: Tensor, beta: Tensor,
+    window: Window | None, read: Callable[[Tensor], Tensor], scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Solve for the corrections of T rows behind a window, and read the rows' outputs.
 
     u_t = beta_t (v_t - e^{c_t} S_h k_t) - sum_{s<t} beta_t e^{c_t-c_s} (k_t.k_s) u_s
@@ -168,12 +157,9 @@ def delta_rows(
 
 
 def verify(
-    rows: Written[Rows],
-    gates: Lasting[Gates],
-    state: Lasting[Written[State]],
-    ring: Lasting[Written[RingView]],
-    batch: Lasting[FoldingBatch],
-) -> None:
+    rows: Written[Rows], gates: Lasting[Gates], state: Lasting[Written[State]],
+    ring: Lasting[Written[RingView]], batch: Lasting[FoldingBatch],
+) -> None:  # fmt: skip
     """Check T_b rows of each request; see `hybridspec.ops.gated_delta_rule.verify`."""
     q, k, v, a, b, out = rows
     slots, is_fold = batch.by_request()
@@ -228,13 +214,9 @@ def verify(
 
 
 def _fold_without_rows(
-    state: State,
-    ring: RingView,
-    slots: list[int],
-    flags: list[int],
-    requests: list[int],
+    state: State, ring: RingView, slots: list[int], flags: list[int], requests: list[int],
     rand_seed: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Fold marked requests that have no rows; `requests` are those that have."""
     marked = [i for i, slot in enumerate(slots) if flags[i] and slot >= 0 and i not in requests]
     if marked:
@@ -248,14 +230,9 @@ def _factors(state: State, slot: int) -> Tensor | None:
 
 
 def _fold_requests(
-    state: State,
-    window: Window,
-    slots: list[int],
-    starts: list[int],
-    lengths: list[int],
-    folding: list[int],
-    rand_seed: Tensor | None,
-) -> None:
+    state: State, window: Window, slots: list[int], starts: list[int], lengths: list[int],
+    folding: list[int], rand_seed: Tensor | None,
+) -> None:  # fmt: skip
     """Absorb the windows of some requests into their checkpoints."""
     k, u, cum = (by_head.unflatten(0, (len(slots), -1)) for by_head in window[:3])
     for i in folding:
@@ -282,13 +259,9 @@ def fold(state: Written[State], ring: RingView, slots: Tensor, is_fold: Tensor) 
 
 
 def _materialize(
-    state: State,
-    ring: RingView,
-    slots: list[int],
-    out_slots: list[int],
-    num_rows: list[int],
+    state: State, ring: RingView, slots: list[int], out_slots: list[int], num_rows: list[int],
     rand_seed: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     values = state.values
     check_slots("slots", slots, values.shape[0])
     check_slots("out_slots", out_slots, values.shape[0])

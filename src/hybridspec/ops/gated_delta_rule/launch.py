@@ -96,14 +96,9 @@ def choose_operands(rows: Tensor, state: Tensor, ring: RingView) -> Operands:
 
 
 def choose_verify_launch(
-    target: tuple[int, int],
-    compiler: str | None,
-    num_heads: int,
-    key_dim: int,
-    value_dim: int,
-    num_tokens: int,
-    operands: Operands,
-) -> LaunchConfig:
+    target: tuple[int, int], compiler: str | None, num_heads: int, key_dim: int, value_dim: int,
+    num_tokens: int, operands: Operands,
+) -> LaunchConfig:  # fmt: skip
     """Pick tile sizes for verify; tuned on an H200 with Triton 3.6, 2026-11-30.
 
     Args:
@@ -198,15 +193,9 @@ def triton_dtype(dtype: torch.dtype):
 
 
 def verify(
-    rows: Rows,
-    gates: Gates,
-    state: State,
-    ring: RingView,
-    batch: FoldingBatch,
-    *,
-    operands: Operands | None = None,
-    config: LaunchConfig | None = None,
-) -> None:
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch, *,
+    operands: Operands | None = None, config: LaunchConfig | None = None,
+) -> None:  # fmt: skip
     """Launch the verify kernel; options override the choice."""
     from hybridspec.ops.gated_delta_rule.triton_verify import verify_kernel
 
@@ -321,18 +310,10 @@ def advance_sizes(state: Tensor, ring: RingView, operands: Operands) -> dict[str
 
 
 def verify_bytes(
-    history_lens: list[int],
-    num_tokens: list[int],
-    is_fold: list[bool],
-    *,
-    num_heads: int,
-    num_value_heads: int,
-    key_dim: int,
-    value_dim: int,
-    act: torch.dtype,
-    state: torch.dtype,
-    ring: torch.dtype,
-) -> int:
+    history_lens: list[int], num_tokens: list[int], is_fold: list[bool], *,
+    num_heads: int, num_value_heads: int, key_dim: int, value_dim: int, act: torch.dtype,
+    state: torch.dtype, ring: torch.dtype,
+) -> int:  # fmt: skip
     """Count the bytes that one verify step must move: each input read once, each output written.
 
     Args:

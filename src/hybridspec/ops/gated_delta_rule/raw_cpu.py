@@ -41,12 +41,9 @@ class _Request(NamedTuple):
 
 
 def verify(
-    rows: Written[Rows],
-    gates: Lasting[Gates],
-    state: Lasting[Written[State]],
-    ring: Lasting[Written[RawRingView]],
-    batch: Lasting[FoldingBatch],
-) -> None:
+    rows: Written[Rows], gates: Lasting[Gates], state: Lasting[Written[State]],
+    ring: Lasting[Written[RawRingView]], batch: Lasting[FoldingBatch],
+) -> None:  # fmt: skip
     """Check T_b rows of each request; see `hybridspec.ops.gated_delta_rule.verify_raw`."""
     requests = _read(rows, state, ring, batch)
     results = torch.empty_like(rows.out) if batch.keeps_padding else rows.out.zero_()
