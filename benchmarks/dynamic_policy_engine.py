@@ -64,12 +64,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--requests", type=int, default=256, help="of the full batch")
     parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--fixed", type=int, nargs="+", help="fixed numbers (default: all)")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.85, 0.7, 0.55])
     parser.add_argument("--spreads", type=float, nargs="+", default=[0.0, 0.5])
     parser.add_argument("--prompt", type=int, default=16, help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens of the full batch")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mixed-rounds", type=int, default=1, help="0 leaves the mixed load out")
+    parser.add_argument("--warm", type=int, default=1, help="rounds that do not count")
     parser.add_argument("--mixed-tokens", type=int, default=256, help="most of a request there")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -153,7 +155,12 @@ def compared(found: dict[str, list[float]]) -> dict[str, Any]:
     others = [name for name in found if name != "dynamic"]
     best = max(others, key=medians.__getitem__)
     ratios = [a / b for a, b in zip(found["dynamic"], found[best], strict=True)]
-    return {"tokens_per_s": medians, "best_fixed": best, "ratio": statistics.median(ratios)}
+    return {
+        "tokens_per_s": medians,
+        "best_fixed": best,
+        "ratio": statistics.median(ratios),
+        "rounds": found,
+    }
 
 
 def costs_of(policy: Policy) -> dict[str, Any] | None:
@@ -187,7 +194,7 @@ class Bench:
         )
         runner = self.llm._engine.runner
         self.policies: dict[str, Policy] = {
-            str(k): FixedPolicy(k) for k in range(args.drafts + 1)
+            str(k): FixedPolicy(k) for k in args.fixed or range(args.drafts + 1)
         } | {"dynamic": runner.policy}
         self.report: dict[str, Any] = {
             "benchmark": "dynamic_policy_engine",
@@ -227,7 +234,7 @@ class Bench:
                 steps.append(full_batch(self.llm, prompts, args.tokens))
                 return steps[-1]["tokens_per_s"]
 
-            row = self.in_turn(args.rounds, run, warm=1)
+            row = self.in_turn(args.rounds, run, warm=args.warm)
             last = dict(zip(self.policies, steps[-len(self.policies) :], strict=True))
             self.report["full_batch"].append({"spread": spread, **row, "last": last})
             shown = {
@@ -286,6 +293,7 @@ def policy_report(policy: Policy) -> dict[str, Any]:
     return {
         "steps": seen.steps,
         "probes": seen.probes,
+        "step_ms": round(1e3 * seen.seconds / max(seen.steps, 1), 3),
         "by_drafts": dict(sorted(seen.by_drafts.items())),
         "expected_tokens_over_committed": round(seen.expected_tokens / max(seen.committed, 1), 4),
         "expected_s_over_seconds": round(seen.expected_s / max(seen.seconds, 1e-9), 4),
