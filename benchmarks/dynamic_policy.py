@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hybridspec.ops.verify_plan import select_rows
 from hybridspec.speculate.costs import CostTable
-from hybridspec.speculate.policy import DynamicPolicy, FixedPolicy, Policy, StepSeen
+from hybridspec.speculate.policy import DynamicPolicy, FixedPolicy, Policy, StepPlan, StepSeen
 from measured_commit import measured_commit
 
 NUM_DRAFTS = 3
@@ -47,16 +47,35 @@ def load_costs(file: Path) -> CostTable:
     )
 
 
+@dataclass(frozen=True)
+class Load:
+    """Work for so many requests at a time, one coming where one ends.
+
+    Attributes:
+        seconds: that plain decoding takes for it.
+        running: requests at a time.
+        first, last: acceptance of a first draft when it begins and when it ends.
+    """
+
+    seconds: float
+    running: int
+    first: float
+    last: float
+
+    def tokens(self, costs: CostTable) -> float:
+        rows = costs.budgets(self.running)[0]
+        return self.seconds * self.running / costs.seconds(self.running, rows, 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """What comes and how its drafts fare.
 
     Attributes:
         name: for the table.
-        arrivals: seconds at which requests come; empty: a request comes where one ends.
-        running: requests at a time where there are no arrivals.
-        seconds: when a trace without arrivals ends.
-        level: acceptance of a first draft at a time.
+        arrivals: seconds at which requests come.
+        level: acceptance of a first draft at a time, where there are arrivals.
+        loads: in place of arrivals, one behind the other.
         differ: half the width within which requests differ.
         spread: half the width within which the drafts of a request differ, and their confidences.
         is_telling: whether confidences are the drafts' own acceptance; else they are 0.6.
@@ -64,9 +83,8 @@ class Trace:
 
     name: str
     arrivals: tuple[float, ...] = ()
-    running: int = 0
-    seconds: float = 0.0
-    level: Callable[[float], float]
+    level: Callable[[float], float] = lambda now: 0.0
+    loads: tuple[Load, ...] = ()
     differ: float = 0.0
     spread: float = 0.0
     is_telling: bool = True
@@ -127,18 +145,20 @@ def simulate(trace: Trace, policy: Policy, costs: CostTable, seed: int = 0) -> R
     unread: deque[tuple[Any, ...]] = deque()
     shape = torch.tensor(SHAPE)
     while True:
-        if trace.running:
-            if now >= trace.seconds:
+        if trace.loads:
+            load, share = _load_at(trace, costs, run.tokens)
+            if load is None:
                 return run
-            count = trace.running - len(batch.left)
+            level = load.first + share * (load.last - load.first)
+            count = max(load.running - len(batch.left), 0)
         else:
             if not len(batch.left):
                 if not coming:
                     return run
                 now = max(now, coming[0])
             waiting = sum(1 for _ in _until(coming, now))
-            count = min(waiting, MOST_RUNNING - len(batch.left))
-        came = [now if trace.running else coming.popleft() for _ in range(count)]
+            count, level = min(waiting, MOST_RUNNING - len(batch.left)), trace.level(now)
+        came = [now if trace.loads else coming.popleft() for _ in range(count)]
         batch.join(came, trace.differ, draws)
         size = len(batch.left)
         plan = policy.choose(size)
@@ -156,9 +176,7 @@ def simulate(trace: Trace, policy: Policy, costs: CostTable, seed: int = 0) -> R
         accepted = stands.int().cumprod(1).sum(1)
         committed = torch.minimum(accepted + 1, batch.left)
         batch.left = batch.left - committed
-        budgets = costs.budgets(size)
-        rows = next((one for one in budgets if one >= plan.rows), budgets[-1])
-        seconds = costs.seconds(size, rows, plan.drafts) + FOLD_S * int(committed.sum())
+        seconds = _seconds(costs, plan) + FOLD_S * int(committed.sum())
         now += seconds
         run.tokens += int(committed.sum())
         run.busy += seconds
@@ -172,13 +190,29 @@ def simulate(trace: Trace, policy: Policy, costs: CostTable, seed: int = 0) -> R
         unread.append((plan, seen))
         if len(unread) > 1:
             policy.note(*unread.popleft())
-        own = (trace.level(now) + batch.own)[:, None] * shape
+        own = (level + batch.own)[:, None] * shape
         draw = trace.spread * (2 * torch.rand(size, NUM_DRAFTS, generator=draws) - 1)
         proposed = torch.arange(NUM_DRAFTS) < plan.drafts
         batch.rates = torch.where(proposed, (own + draw).clamp(1e-3, 1), 0.0)
         gone = batch.leave()
         run.ended += len(gone)
         run.waited += float((now - gone).sum())
+
+
+def _seconds(costs: CostTable, plan: StepPlan) -> float:
+    """Return what the smallest captured step that holds a plan takes."""
+    budgets = costs.budgets(plan.num_requests)
+    rows = next((one for one in budgets if one >= plan.rows), budgets[-1])
+    return costs.seconds(plan.num_requests, rows, plan.drafts)
+
+
+def _load_at(trace: Trace, costs: CostTable, tokens: int) -> tuple[Load | None, float]:
+    """Return the load that is on after so many tokens, and how much of it is done."""
+    for load in trace.loads:
+        if tokens < (total := load.tokens(costs)):
+            return load, tokens / total
+        tokens -= int(total)
+    return None, 0.0
 
 
 def _until(coming: deque[float], now: float) -> Iterator[float]:
@@ -201,15 +235,32 @@ def poisson(rng: random.Random, phases: list[tuple[float, float]]) -> tuple[floa
 
 
 def traces(scale: float) -> list[Trace]:
-    """Arrivals, then steady loads; `scale` is how long they last."""
+    """Mixed loads, arrivals, then steady loads; `scale` is how long they last."""
     found = []
     rng = random.Random(1)
     drift = lambda now: 0.55 + 0.35 * math.sin(now / (6 * scale))  # noqa: E731
+    loads = (
+        Load(4 * scale, 4, 0.95, 0.8), Load(3 * scale, 256, 0.5, 0.3),
+        Load(4 * scale, 16, 0.8, 0.9), Load(3 * scale, 192, 0.75, 0.6),
+        Load(4 * scale, 1, 0.9, 0.9), Load(3 * scale, 256, 0.1, 0.3),
+        Load(4 * scale, 32, 0.7, 0.9), Load(4 * scale, 2, 0.6, 0.4),
+    )  # fmt: skip
+    for is_telling in (True, False):
+        tells = "tell" if is_telling else "say nothing"
+        found.append(
+            Trace(
+                name=f"mixed load, confidences {tells}",
+                loads=loads,
+                differ=0.1,
+                spread=0.25,
+                is_telling=is_telling,
+            )
+        )
     kinds = {
-        "mixed": [(15, 4.0), (8, 150.0), (10, 12.0), (6, 220.0)] * 2,
-        "bursty": [(2, 400.0), (8, 4.0)] * 4,
-        "low": [(40, 6.0)],
-        "high": [(20, 150.0)],
+        "mixed arrivals": [(15, 4.0), (8, 150.0), (10, 12.0), (6, 220.0)] * 2,
+        "bursty arrivals": [(2, 400.0), (8, 4.0)] * 4,
+        "few arrivals": [(40, 6.0)],
+        "many arrivals": [(20, 150.0)],
     }
     for name, phases in kinds.items():
         for is_telling in (True, False):
@@ -223,15 +274,11 @@ def traces(scale: float) -> list[Trace]:
                     is_telling=is_telling,
                 )
             )
-    for running, level, spread in itertools.product(
-        (1, 8, 32, 128, 256), (0.85, 0.5, 0.2), (0.0, 0.3)
-    ):
+    for running, level, spread in itertools.product((1, 32, 256), (0.85, 0.5, 0.2), (0.0, 0.3)):
         found.append(
             Trace(
                 name=f"steady, {running} requests, acceptance {level} +- {spread}",
-                running=running,
-                seconds=20 * scale,
-                level=lambda _, level=level: level,  # type: ignore[misc]
+                loads=(Load(6 * scale, running, level, level),),
                 spread=spread,
             )
         )
@@ -242,7 +289,7 @@ def compared(trace: Trace, file: Path) -> tuple[dict[str, Any], Run]:
     """Run a trace under every policy; rates of the device, or where there are arrivals, as seen."""
 
     def rate_of(run: Run) -> float:
-        return run.rate if trace.running else run.seen_rate
+        return run.rate if trace.loads else run.seen_rate
 
     fixed = {
         str(k): rate_of(simulate(trace, FixedPolicy(k), load_costs(file)))
@@ -292,12 +339,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--costs", type=Path, default=RESULTS / "dynamic_policy_engine_h200.json")
     parser.add_argument("--scale", type=float, default=1.0, help="length of the traces")
-    parser.add_argument("--limit", type=int, help="only the first traces")
+    parser.add_argument("--only", default="", help="only traces whose names begin like this")
+    parser.add_argument("--limit", type=int, help="only the first of them")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="where to draw; needs matplotlib")
     args = parser.parse_args()
     rows, first = [], None
-    for trace in traces(args.scale)[: args.limit]:
+    chosen = [one for one in traces(args.scale) if one.name.startswith(args.only)]
+    for trace in chosen[: args.limit]:
         row, run = compared(trace, args.costs)
         rows.append(row)
         first = first or (trace.name, run)

@@ -26,8 +26,9 @@ class Launch:
         outcome: what the step found; of a device, its copy in host memory.
         plan: sizes of the step; None where these are first tokens.
         started: when it was launched.
-        begun, copied: set on a device when the step begins, and once its outcome lies in host
-            memory.
+        begun: when it began to run, as an event of its device or by the clock of the CPU's thread,
+            which other processes do not hold up.
+        copied: set on a device once the outcome lies in host memory.
     """
 
     requests: Sequence[Request]
@@ -35,7 +36,7 @@ class Launch:
     outcome: Outcome
     plan: StepPlan | None
     started: float
-    begun: torch.cuda.Event | None = None
+    begun: torch.cuda.Event | float | None = None
     copied: torch.cuda.Event | None = None
 
     @classmethod
@@ -46,7 +47,7 @@ class Launch:
         started: float,
         *,
         plan: StepPlan | None = None,
-        begun: torch.cuda.Event | None = None,
+        begun: torch.cuda.Event | float | None = None,
     ) -> Launch:
         """Note a step and begin to copy its outcome to the host."""
         copied = None
@@ -65,13 +66,16 @@ class Launch:
         )
 
     def wait(self) -> float:
-        """Wait for the outcome; return the step's seconds, on its device if it has one."""
+        """Wait for the outcome; return the step's seconds where it ran."""
         if self.copied is not None:
             self.copied.synchronize()
-            if self.begun is not None:
-                milliseconds: float = self.begun.elapsed_time(self.copied)
-                return 1e-3 * milliseconds
-        return time.perf_counter() - self.started
+        if self.begun is None:
+            return time.perf_counter() - self.started
+        if isinstance(self.begun, float):
+            return time.thread_time() - self.begun
+        assert self.copied is not None
+        milliseconds: float = self.begun.elapsed_time(self.copied)
+        return 1e-3 * milliseconds
 
 
 def _copied_to_host(outcome: Outcome) -> Outcome:

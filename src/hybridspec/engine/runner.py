@@ -215,10 +215,8 @@ class Runner:
         started = time.perf_counter()
         self.counters.num_steps += 1
         batch = self._batch(requests)
-        plan, begun, outcome = self.policy.choose(len(batch.slots)), None, None
-        if self.decoder.pools.device.type == "cuda":
-            begun = torch.cuda.Event(enable_timing=True)
-            begun.record()
+        plan, outcome = self.policy.choose(len(batch.slots)), None
+        begun = _clock(self.decoder.pools.device)
         if self.graphs is not None:
             outcome = self.graphs.run(batch.slots, batch.asks, plan)
         if outcome is None:
@@ -352,6 +350,15 @@ class Runner:
 
     def _upload(self, values: Sequence[int | None], dtype: torch.dtype = torch.int32) -> Tensor:
         return to_device(torch.tensor(values, dtype=dtype), self.decoder.pools.device)
+
+
+def _clock(device: torch.device) -> torch.cuda.Event | float:
+    """Return the time now where steps run."""
+    if device.type != "cuda":
+        return time.thread_time()
+    now = torch.cuda.Event(enable_timing=True)
+    now.record()
+    return now
 
 
 def _next(span: Sequence[int], rows: int) -> Sequence[int]:
