@@ -15,7 +15,7 @@ ON_A_CPU: dict[str, list] = {
     "cpu_generate.py": ["--prompts", 1, "--max-tokens", 2, "--rounds", 1],
     "dynamic_policy.py": ["--scale", 0.01, "--limit", 1],
     "dynamic_policy_engine.py": [
-        *["--geometry", "bundled", "--device", "cpu", "--requests", 2, "--tokens", 8],
+        *["--geometry", "bundled", "--device", "cpu", "--requests", 2, "--tokens", 20],
         *["--prompt", 4, "--rounds", 1, "--spreads", 0.5, "--mixed-tokens", 6],
     ],
     "engine_throughput.py": [
@@ -107,7 +107,7 @@ ON_A_GPU: dict[str, list] = {
     "exact_cost.py": ["--geometry", "bundled", "--requests", 2, "--tokens", 24, "--rounds", 1],
     "gdn_8bit_forms.py": ["--first", "--tokens", 24, "--device", "cuda"],
     "dynamic_policy_engine.py": [
-        *["--geometry", "bundled", "--requests", 2, "--tokens", 16],
+        *["--geometry", "bundled", "--requests", 2, "--tokens", 32],
         *["--rounds", 1, "--spreads", 0.5, "--mixed-tokens", 8],
     ],
     "gdn_drift.py": ["--steps", 500, "--modes", "bf16", "raw_bf16"],
