@@ -29,7 +29,7 @@ __all__ = ["Scheduler"]
 # for them. On a GPU the host takes 50 ms to launch a forward of a model of 7 B, as long as an H200
 # takes for these rows: fewer would gain nothing.
 PROMPT_CHUNKS = {"cpu": 512, "cuda": 2048}
-_MOST_COMPARED = 257  # requests in front of the queue whose prompts are looked at
+_MOST_COMPARED = 65  # requests in front of the queue whose prompts are looked at
 
 
 class Scheduler:
@@ -286,5 +286,7 @@ def _by_arrival(request: Request) -> int:
 
 def _num_common(keys: Sequence[bytes], others: Sequence[bytes]) -> int:
     """Return how many prefixes two requests share: where a key differs, so do all behind it."""
+    if not others or keys[0] != others[0]:
+        return 0  # most of them
     shorter = range(min(len(keys), len(others)))
     return bisect_left(shorter, True, key=lambda i: keys[i] != others[i])
