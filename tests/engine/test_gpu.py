@@ -36,6 +36,14 @@ def test_float32_tokens_equal_those_of_the_cpu() -> None:
         assert tokens(on_gpu, GREEDY) == on_cpu, f"k={k}"
 
 
+def test_float32_tokens_over_raw_rings_equal_those_of_the_cpu() -> None:
+    on_cpu = tokens(LLM("bundled", device="cpu"), GREEDY)
+    for k in (0, 3):
+        on_gpu = LLM("bundled", **DEVICE, dtype="float32", draft_tokens=k, ring="raw")
+        assert on_gpu._engine.resolved.backends["gated_delta_rule"][0] == "triton"
+        assert tokens(on_gpu, GREEDY) == on_cpu, f"k={k}"
+
+
 def test_sampled_tokens_do_not_depend_on_drafts_or_plan() -> None:
     plain = tokens(LLM("bundled", **DEVICE, dtype="float32", draft_tokens=0), MIXED)
     for k, rows in ((3, None), (7, None), (5, 20)):
