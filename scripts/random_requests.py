@@ -324,7 +324,7 @@ def run_drafter(
         draft_tokens=args.draft_tokens,
         max_model_len=512,
         max_num_seqs=args.max_num_seqs,
-        memory_fraction=0.3,
+        memory_fraction=0.1,
     )
     engine, steps, rng = llm._engine, Counter[str](), random.Random(args.seed)
     watch_steps(llm, steps)

@@ -26,10 +26,10 @@ def products(num_rows: int):
     config = choose_config(num_rows, 2)
     shared = {"BLOCK_M": config.rows, "CHUNK": chunk_of(8 * num_rows, config.rows)}
     tile = config.gate_up
-    gate_up = {"PER_ROW": 8, "IS_FEW": config.is_few, "BLOCK_F": tile.columns}
+    gate_up = {"PER_ROW": 8, "IS_DENSE": num_rows >= 32, "BLOCK_F": tile.columns}
     yield gate_up_kernel, {**shared, **gate_up, "BLOCK_K": tile.inner}, tile.stages
     tile = config.down
-    down = {"IS_FEW": config.is_few, "BLOCK_D": tile.columns, "BLOCK_K": tile.inner}
+    down = {"IS_DENSE": num_rows >= 32, "BLOCK_D": tile.columns, "BLOCK_K": tile.inner}
     yield down_kernel, {**shared, **down}, tile.stages
 
 

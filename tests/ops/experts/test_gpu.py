@@ -7,20 +7,23 @@ import torch
 
 from helpers.expert_cases import CASES, Case, MixCall, check_mix
 from helpers.no_sync import no_sync
+from hybridspec.errors import UnsupportedError
 
 pytestmark = pytest.mark.gpu
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_kernels(name: str, dtype: torch.dtype) -> None:
-    check_mix(MixCall(CASES[name], dtype, "cuda"), "triton")
+def test_kernels(name: str) -> None:
+    check_mix(MixCall(CASES[name], BF16, "cuda"), "triton")
 
 
-def test_kernels_in_half_precision() -> None:
-    check_mix(MixCall(CASES["odd sizes"], F16, "cuda"), "triton")
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(UnsupportedError, match="in bfloat16 only"):
+        MixCall(CASES["odd sizes"], dtype, "cuda").run("triton")
+    check_mix(MixCall(CASES["odd sizes"], dtype, "cuda"), "reference")
 
 
 @pytest.mark.parametrize("name", ["few rows, many experts", "many rows of few experts"])

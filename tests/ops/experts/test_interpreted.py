@@ -21,16 +21,17 @@ def test_16_bits() -> None:
     check_mix(MixCall(CASES["odd sizes"], torch.float16), "triton")
 
 
-def test_lists_longer_than_a_program_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [2, 9])
+def test_lists_longer_than_a_program_looks_at(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer assignments than experts, and with more."""
     monkeypatch.setattr(launch, "_PAIRS", 4 * 16)
-    check_mix(MixCall(Case(9, 6, 3, 32, 16, 16), torch.float32), "triton")
+    check_mix(MixCall(Case(rows, 15, 5, 32, 16, 16), torch.float32), "triton")
 
 
-@pytest.mark.parametrize("is_few", [False, True])
-def test_smaller_tiles(is_few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which each product takes several, down to a part of one."""
     tile = launch.Tile(columns=16, inner=16, stages=2)
-    config = launch.LaunchConfig(is_few=is_few, rows=16, gate_up=tile, down=tile)
+    config = launch.LaunchConfig(rows=16, gate_up=tile, down=tile)
     monkeypatch.setattr(launch, "choose_config", lambda *_: config)
     check_mix(MixCall(CASES["odd sizes"], torch.float32), "triton")
     check_mix(MixCall(CASES["many rows of few experts"], torch.float32), "triton")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridspec.ops._checks import dtype_name
 from hybridspec.ops._triton_support import (
     explain_tensors,
     round_up_to_power_of_two,
@@ -43,12 +44,10 @@ class LaunchConfig:
     """Sizes of the launches.
 
     Attributes:
-        is_few: whether programs are for assignments instead of experts.
         rows: assignments of an expert in one product.
         gate_up, down: of the products.
     """
 
-    is_few: bool
     rows: int
     gate_up: Tile
     down: Tile
@@ -62,13 +61,11 @@ def choose_config(num_rows: int, itemsize: int) -> LaunchConfig:
     wide = 4 // itemsize
     if num_rows <= _FEW_ROWS:
         return LaunchConfig(
-            is_few=True,
             rows=16,
             gate_up=Tile(columns=32, inner=128 * wide, stages=3),
             down=Tile(columns=64, inner=128 * wide, stages=3),
         )
     return LaunchConfig(
-        is_few=False,
         rows=16,
         gate_up=Tile(columns=32, inner=64 * wide, stages=4),
         down=Tile(columns=128, inner=64 * wide, stages=3),
@@ -87,6 +84,8 @@ def explain(
     for name, matrix in zip(Matrices._fields, matrices, strict=True):
         if matrix.stride(-1) != 1:
             return f"{name} has a last stride of {matrix.stride(-1)}"
+    if x.is_cuda and x.dtype is not torch.bfloat16:
+        return f"was run on a GPU in bfloat16 only, not {dtype_name(x.dtype)}"
     num_rows, num_experts = x.shape[0], matrices.gate_up.shape[0]
     if num_experts > _MOST_EXPERTS:
         return f"there are {num_experts} experts, the kernel takes up to {_MOST_EXPERTS}"
@@ -137,13 +136,13 @@ def _gate_up(x: Tensor, experts: Tensor, matrices: Matrices, config: LaunchConfi
     shared_inner, count = matrices.shared_down.shape[1], experts.numel()
     hidden = x.new_empty(count * inner + num_rows * shared_inner)
     tile = config.gate_up
-    groups = 1 + (count if config.is_few else num_experts)
+    groups = 1 + min(count, num_experts)
     gate_up_kernel[(-(-max(inner, shared_inner) // tile.columns), groups)](
         x, experts, matrices.gate_up, matrices.shared_gate_up, hidden, num_rows, count, size,
         inner, shared_inner,
         x.stride(0), *matrices.gate_up.stride()[:2], matrices.shared_gate_up.stride(0),
         PER_ROW=experts.shape[1],
-        IS_FEW=config.is_few,
+        IS_DENSE=count >= num_experts,
         BLOCK_M=config.rows,
         BLOCK_F=tile.columns,
         BLOCK_K=_block_k(tile, size),
@@ -168,11 +167,11 @@ def _down(
     shared_inner, num_rows, count = matrices.shared_down.shape[1], len(experts), experts.numel()
     made = hidden.new_empty(count + num_rows, size, dtype=torch.float32)
     tile = config.down
-    groups = 1 + (count if config.is_few else num_experts)
+    groups = 1 + min(count, num_experts)
     down_kernel[(-(-size // tile.columns), groups)](
         hidden, experts, matrices.down, matrices.shared_down, made, num_rows, count, size, inner,
         shared_inner, *matrices.down.stride()[:2], matrices.shared_down.stride(0),
-        IS_FEW=config.is_few,
+        IS_DENSE=count >= num_experts,
         BLOCK_M=config.rows,
         BLOCK_D=tile.columns,
         BLOCK_K=_block_k(tile, max(inner, shared_inner)),

@@ -1,9 +1,8 @@
 """Triton kernels of the mixture: route, gate and up, down, sum; each one launch for all experts.
 
 An assignment is a row and one of its experts: number row * PER_ROW + place. Programs find the
-assignments of their expert by themselves, in the list of all of them, so nothing is sorted; with
-few rows (IS_FEW) there are programs for each assignment. Every product runs over the whole inner
-dimension in one fixed order, whatever rows lie beside a row.
+assignments of their expert by themselves, in the list of all of them, so nothing is sorted. Every
+product runs over the whole inner dimension in one fixed order, whatever rows lie beside a row.
 """
 
 from __future__ import annotations
@@ -67,38 +66,37 @@ def route_kernel(
 
 
 @triton.jit
-def _expert_of(group, experts_ptr, num_assignments, IS_FEW: tl.constexpr, CHUNK: tl.constexpr):
-    """The expert of group 1, 2, ... of programs, and how many assignments the group serves."""
-    if IS_FEW:
-        return tl.load(experts_ptr + group - 1), 1
+def expert_of(group, experts_ptr, num_assignments, IS_DENSE: tl.constexpr, CHUNK: tl.constexpr):
+    """The expert of a group of programs, and how many assignments it has; group 0 is the shared.
+
+    Groups stand for experts, or, where there are fewer of those, for assignments: of all that have
+    the same expert the first one's group does the work, and the others have nothing to do.
+    """
     expert = group - 1
+    if not IS_DENSE:
+        expert = tl.load(experts_ptr + group - 1, mask=group > 0, other=-1)
     count = 0
+    earlier = 0
     for start in range(0, num_assignments, CHUNK):
         offs = start + tl.arange(0, CHUNK)
         found = tl.load(experts_ptr + offs, mask=offs < num_assignments, other=-2) == expert
         count += tl.sum(found.to(tl.int32), axis=0)
-    return expert, count
+        if not IS_DENSE:
+            earlier += tl.sum((found & (offs < group - 1)).to(tl.int32), axis=0)
+    return expert, tl.where(earlier > 0, 0, count)
 
 
 @triton.jit
-def _assignments_of(
-    group,
-    first,
-    experts_ptr,
-    num_assignments,
-    IS_FEW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr,
+def assignments_of(
+    expert, first, experts_ptr, num_assignments, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """The assignments of a group from its `first` one on, in rising order, [BLOCK_M]."""
+    """The assignments of an expert from its `first` one on, in rising order, [BLOCK_M]."""
     m_offs = tl.arange(0, BLOCK_M)
-    if IS_FEW:
-        return group - 1 + m_offs
     numbers = tl.zeros([BLOCK_M], tl.int32)
     before = -first
     for start in range(0, num_assignments, CHUNK):
         offs = start + tl.arange(0, CHUNK)
-        found = tl.load(experts_ptr + offs, mask=offs < num_assignments, other=-2) == group - 1
+        found = tl.load(experts_ptr + offs, mask=offs < num_assignments, other=-2) == expert
         rank = before + tl.cumsum(found.to(tl.int32), axis=0) - 1
         is_here = found[None, :] & (rank[None, :] == m_offs[:, None])
         numbers += tl.sum(tl.where(is_here, offs[None, :], 0), axis=1)
@@ -125,13 +123,14 @@ def gate_up_kernel(
     gate_up_stride_f,
     shared_stride_f,
     PER_ROW: tl.constexpr,
-    IS_FEW: tl.constexpr,
+    IS_DENSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    group = tl.program_id(1)  # the shared expert, then experts or, if IS_FEW, assignments
+    group = tl.program_id(1)
+    expert, count = expert_of(group, experts_ptr, num_assignments, IS_DENSE, CHUNK)
     num_places = num_assignments.to(tl.int64) * inner
     if group == 0:
         count = num_rows
@@ -140,7 +139,6 @@ def gate_up_kernel(
         stride_f = shared_stride_f
         hidden_ptr += num_places
     else:
-        expert, count = _expert_of(group, experts_ptr, num_assignments, IS_FEW, CHUNK)
         weight_ptr = gate_up_ptr + expert.to(tl.int64) * gate_up_stride_e
         stride_f = gate_up_stride_f
 
@@ -156,12 +154,11 @@ def gate_up_kernel(
 
     if tl.program_id(0) * BLOCK_F < inner:
         for first in range(0, count, BLOCK_M):
-            places = first + m_offs
-            rows = places
-            if group > 0:
-                places = _assignments_of(
-                    group, first, experts_ptr, num_assignments, IS_FEW, BLOCK_M, CHUNK
-                )
+            if group == 0:
+                places = first + m_offs
+                rows = places
+            else:
+                places = assignments_of(expert, first, experts_ptr, num_assignments, BLOCK_M, CHUNK)
                 rows = places // PER_ROW
             m_mask = first + m_offs < count
             x_rows = x_ptr + rows.to(tl.int64)[:, None] * x_stride_n + k_offs[None, :]
@@ -196,13 +193,14 @@ def down_kernel(
     down_stride_e,
     down_stride_d,
     shared_stride_d,
-    IS_FEW: tl.constexpr,
+    IS_DENSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    group = tl.program_id(1)  # as in `gate_up_kernel`
+    group = tl.program_id(1)
+    expert, count = expert_of(group, experts_ptr, num_assignments, IS_DENSE, CHUNK)
     num_places = num_assignments.to(tl.int64)
     if group == 0:
         count = num_rows
@@ -212,7 +210,6 @@ def down_kernel(
         weight_ptr = shared_ptr
         stride_d = shared_stride_d
     else:
-        expert, count = _expert_of(group, experts_ptr, num_assignments, IS_FEW, CHUNK)
         weight_ptr = down_ptr + expert.to(tl.int64) * down_stride_e
         stride_d = down_stride_d
 
@@ -223,11 +220,10 @@ def down_kernel(
     weight_ptr += d_offs.to(tl.int64)[:, None] * stride_d + k_offs[None, :]
 
     for first in range(0, count, BLOCK_M):
-        places = first + m_offs
-        if group > 0:
-            places = _assignments_of(
-                group, first, experts_ptr, num_assignments, IS_FEW, BLOCK_M, CHUNK
-            )
+        if group == 0:
+            places = first + m_offs
+        else:
+            places = assignments_of(expert, first, experts_ptr, num_assignments, BLOCK_M, CHUNK)
         m_mask = first + m_offs < count
         rows = hidden_ptr + places.to(tl.int64)[:, None] * inner + k_offs[None, :]
         y = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -261,11 +257,9 @@ def sum_kernel(
     y = tl.zeros([BLOCK_D], tl.float32)
     for place in tl.static_range(PER_ROW):
         made_row = made_ptr + (row * PER_ROW + place) * size
-        made = tl.load(made_row + d_offs, mask=mask, other=0.0)
-        y = tl.fma(made, tl.load(weights_ptr + place), y)
+        y += tl.load(weights_ptr + place) * tl.load(made_row + d_offs, mask=mask, other=0.0)
     shared_row = made_ptr + (num_rows.to(tl.int64) * PER_ROW + row) * size
-    made = tl.load(shared_row + d_offs, mask=mask, other=0.0)
-    y = tl.fma(made, tl.load(weights_ptr + PER_ROW), y)
+    y += tl.load(weights_ptr + PER_ROW) * tl.load(shared_row + d_offs, mask=mask, other=0.0)
     out_ptr += row * out_stride_n + d_offs
     y += tl.load(out_ptr, mask=mask, other=0.0).to(tl.float32)
 
