@@ -143,14 +143,12 @@ def simulate(trace: Trace, policy: Policy, costs: CostTable, seed: int = 0) -> R
     batch, run, now = Batch(), Run(), 0.0
     coming: deque[float] = deque(trace.arrivals)
     unread: deque[tuple[Any, ...]] = deque()
-    shape = torch.tensor(SHAPE)
+    shape, loads = torch.tensor(SHAPE), Loads(trace.loads, costs)
     while True:
         if trace.loads:
-            load, share = _load_at(trace, costs, run.tokens)
-            if load is None:
+            if not loads.left:
                 return run
-            level = load.first + share * (load.last - load.first)
-            count = max(load.running - len(batch.left), 0)
+            level, count = loads.level, max(loads.left[0][0].running - len(batch.left), 0)
         else:
             if not len(batch.left):
                 if not coming:
@@ -180,6 +178,7 @@ def simulate(trace: Trace, policy: Policy, costs: CostTable, seed: int = 0) -> R
         now += seconds
         run.tokens += int(committed.sum())
         run.busy += seconds
+        loads.add(size, int(committed.sum()))
         run.series.append((now, size, plan.rows, plan.drafts, int(committed.sum()) / seconds))
         seen = StepSeen(
             committed=int(committed.sum()),
@@ -206,13 +205,25 @@ def _seconds(costs: CostTable, plan: StepPlan) -> float:
     return costs.seconds(plan.num_requests, rows, plan.drafts)
 
 
-def _load_at(trace: Trace, costs: CostTable, tokens: int) -> tuple[Load | None, float]:
-    """Return the load that is on after so many tokens, and how much of it is done."""
-    for load in trace.loads:
-        if tokens < (total := load.tokens(costs)):
-            return load, tokens / total
-        tokens -= int(total)
-    return None, 0.0
+class Loads:
+    """Which load is on, and how much of it is done; what still runs of the one before is extra."""
+
+    def __init__(self, loads: tuple[Load, ...], costs: CostTable) -> None:
+        self.left = deque((load, load.tokens(costs)) for load in loads)
+        self.done = 0
+
+    @property
+    def level(self) -> float:
+        load, total = self.left[0]
+        return load.first + self.done / total * (load.last - load.first)
+
+    def add(self, size: int, tokens: int) -> None:
+        """Count a step of so many requests."""
+        if self.left and size <= self.left[0][0].running:
+            self.done += tokens
+            if self.done >= self.left[0][1]:
+                self.left.popleft()
+                self.done = 0
 
 
 def _until(coming: deque[float], now: float) -> Iterator[float]:

@@ -15,7 +15,7 @@ ON_A_CPU: dict[str, list] = {
     "cpu_generate.py": ["--prompts", 1, "--max-tokens", 2, "--rounds", 1],
     "dynamic_policy.py": ["--scale", 0.01, "--limit", 1],
     "dynamic_policy_engine.py": [
-        *["--geometry", "bundled", "--device", "cpu", "--requests", 2, "--tokens", 20],
+        *["--geometry", "bundled", "--device", "cpu", "--requests", 2, "--tokens", 32],
         *["--prompt", 4, "--rounds", 1, "--spreads", 0.5, "--mixed-tokens", 6],
     ],
     "engine_throughput.py": [

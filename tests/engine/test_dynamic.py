@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from dataclasses import replace
 from typing import Any
@@ -239,5 +240,6 @@ def test_what_is_expected_is_told(captured: Any, tiny: TinyCheckpoint) -> None:
     assert shown["1 request"].startswith("1 rows 1.00, 2 rows 2.00")
     assert "to find out" in shown["steps"] and "expected" in shown["tokens"]
     assert as_json(info)["step_costs"]["verify"][1][1] == 1e-3
-    assert as_json(info)["policy"]["steps"] == info.policy.steps
+    policy = json.loads(json.dumps(as_json(info)))["policy"]
+    assert policy["steps"] == info.policy.steps == sum(policy["by_drafts"].values())
     assert "sizes of steps" not in sections(LLM(tiny.folder, device="cpu").describe())

@@ -9,7 +9,6 @@ among them. It never changes what is generated.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -94,7 +93,7 @@ class PolicyReport:
     steps: int = 0
     probes: int = 0
     rows: int = 0
-    by_drafts: Counter[int] = field(default_factory=Counter)
+    by_drafts: dict[int, int] = field(default_factory=dict)
     committed: int = 0
     expected_tokens: float = 0.0
     seconds: float = 0.0
@@ -106,7 +105,7 @@ class PolicyReport:
         self.steps += 1
         self.probes += plan.is_probe
         self.rows += plan.rows
-        self.by_drafts[plan.drafts] += 1
+        self.by_drafts[plan.drafts] = self.by_drafts.get(plan.drafts, 0) + 1
         self.committed += seen.committed
         self.expected_tokens += plan.expected_tokens or 0.0
         if seen.seconds is not None and plan.expected_s is not None:
