@@ -210,7 +210,7 @@ def main() -> int:
         for key, measured in (
             ("beside", lambda: beside_a_prompt(args, engine, vocab)),
             ("alone_ms", lambda: prompts_alone(engine, vocab, shapes)),
-            ("sharing", lambda: sharing(args, engine, vocab)),
+            ("alike", lambda: sharing(args, engine, vocab)),
         ):
             report[key] = measured()
             print(key, json.dumps(report[key]), flush=True)
