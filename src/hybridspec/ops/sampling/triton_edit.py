@@ -89,24 +89,6 @@ def forbid_words(
 
 
 @triton.jit
-def load_allowed(
-    words, num_bits, slot, row, is_early, allowed_bits_ptr, end_bits_ptr, mask_ptr, mask_stride,
-    HAS_MASKS: tl.constexpr, HAS_MASK: tl.constexpr,
-):  # fmt: skip
-    """Words of bits of the tokens that may be chosen; all ones behind the last one."""
-    in_row = words < num_bits
-    allowed = tl.full(words.shape, -1, tl.int32)
-    if HAS_MASKS:
-        at = slot * num_bits + words
-        allowed = tl.load(allowed_bits_ptr + at, mask=in_row, other=-1)
-        if is_early:
-            allowed = allowed & ~tl.load(end_bits_ptr + at, mask=in_row, other=0)
-    if HAS_MASK:
-        allowed &= tl.load(mask_ptr + row * mask_stride + words, mask=in_row, other=-1)
-    return allowed
-
-
-@triton.jit
 def edit_kernel(
     # logits [N, V] in-out, rows [N], by slot
     logits_ptr, slots_ptr, offsets_ptr, seq_len_ptr, drafts_ptr, token_pages_ptr, page_table_ptr,
@@ -144,39 +126,38 @@ def edit_kernel(
             count_row = tl.load(count_row_ptr + slot).to(tl.int64) if HAS_COUNTS else -1
             is_early = position < tl.load(ends_from_ptr + slot)
             for tile_begin in range(begin, end, BLOCK):
-                is_open = tl.full([], False, tl.int1)
+                index = tile_begin + tl.arange(0, BLOCK)
+                is_token = index < end
+                is_forbidden = index < 0
                 if HAS_MASKS or HAS_MASK:
-                    words = tile_begin // 32 + tl.arange(0, (BLOCK + 31) // 32)
-                    tile_bits = load_allowed(
-                        words, num_bits, slot, row, is_early, allowed_bits_ptr, end_bits_ptr,
-                        mask_ptr, mask_stride, HAS_MASKS, HAS_MASK,
+                    word = index >> 5
+                    allowed = tl.full([BLOCK], -1, tl.int32)
+                    if HAS_MASKS:
+                        bits_at = slot * num_bits + word
+                        allowed = tl.load(allowed_bits_ptr + bits_at, mask=is_token, other=-1)
+                        if is_early:
+                            ends = tl.load(end_bits_ptr + bits_at, mask=is_token, other=0)
+                            allowed = allowed & ~ends
+                    if HAS_MASK:
+                        allowed &= tl.load(
+                            mask_ptr + row * mask_stride + word, mask=is_token, other=-1
+                        )
+                    is_forbidden = ((allowed >> (index & 31)) & 1) == 0
+                # Most rows forbid little, so little is read.
+                is_changed = is_forbidden | (index * 0 + count_row >= 0)
+                x = tl.load(row_ptr + index, mask=is_token & is_changed, other=0.0)
+                if count_row >= 0:
+                    held = tl.load(
+                        counts_ptr + count_row * vocab + index, mask=is_token, other=0
+                    ).to(tl.int32)
+                    x, is_seen = penalise(
+                        x, index, held, slot_drafts_ptr, offset,
+                        tl.load(repetition_ptr + slot), tl.load(frequency_ptr + slot),
+                        tl.load(presence_ptr + slot),
                     )  # fmt: skip
-                    is_open = tl.max((tile_bits != -1).to(tl.int32), 0) > 0
-                # Most tiles of most rows forbid nothing, so they are not read.
-                if is_open | (count_row >= 0):
-                    index = tile_begin + tl.arange(0, BLOCK)
-                    is_token = index < end
-                    is_forbidden = index < 0
-                    if HAS_MASKS or HAS_MASK:
-                        allowed = load_allowed(
-                            index // 32, num_bits, slot, row, is_early, allowed_bits_ptr,
-                            end_bits_ptr, mask_ptr, mask_stride, HAS_MASKS, HAS_MASK,
-                        )  # fmt: skip
-                        is_forbidden = ((allowed >> (index & 31)) & 1) == 0
-                    is_changed = is_forbidden | (index * 0 + count_row >= 0)
-                    x = tl.load(row_ptr + index, mask=is_token & is_changed, other=0.0)
-                    if count_row >= 0:
-                        held = tl.load(
-                            counts_ptr + count_row * vocab + index, mask=is_token, other=0
-                        ).to(tl.int32)
-                        x, is_seen = penalise(
-                            x, index, held, slot_drafts_ptr, offset,
-                            tl.load(repetition_ptr + slot), tl.load(frequency_ptr + slot),
-                            tl.load(presence_ptr + slot),
-                        )  # fmt: skip
-                        is_changed = is_forbidden | is_seen
-                    x = tl.where(is_forbidden & (x < BROKEN), NOTHING, x)
-                    tl.store(row_ptr + index, x, mask=is_token & is_changed)
+                    is_changed = is_forbidden | is_seen
+                x = tl.where(is_forbidden & (x < BROKEN), NOTHING, x)
+                tl.store(row_ptr + index, x, mask=is_token & is_changed)
 
         if HAS_WORDS:
             tl.debug_barrier()
