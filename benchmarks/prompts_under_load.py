@@ -205,6 +205,7 @@ def main() -> int:
             acceptance=args.acceptance if args.drafts else None,
             max_model_len=max(args.long, args.shared) + 512,
             max_num_seqs=max(args.decoding + 1, args.sharing),
+            enable_prefix_caching=True,
         )._engine
         shapes = [(1, args.long), (args.decoding, 128)]
         for key, measured in (

@@ -273,8 +273,10 @@ class EngineConfig:
         max_num_seqs: most requests that run at the same time; None is 64 on a CPU, 256 on a GPU.
         max_num_batched_tokens: most prompt rows of a forward pass, over all requests; None is 2,048
             on a CPU and 8,192 on a GPU.
-        enable_prefix_caching: whether prompts reuse what was computed of others that begin alike.
-            Never with kv_layout "contiguous" and exact "bitwise".
+        enable_prefix_caching: whether prompts reuse what was computed of others that begin alike;
+            None does on a CPU only: on a GPU the tokens were not compared yet. There it also lets
+            requests take pages as they grow, in place of all when they are admitted. Never with
+            kv_layout "contiguous" and exact "bitwise".
         prefix_states: of how many prefixes the recurrent states are kept; each takes as much memory
             as a request without its keys and values. None is 64, or fewer where memory is short.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
@@ -308,7 +310,7 @@ class EngineConfig:
     threads: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool | None = None
     prefix_states: int | None = None
     enforce_eager: bool = False
     capture_prompts: bool = False
@@ -356,7 +358,8 @@ class EngineConfig:
         if self.speculation == "off":
             object.__setattr__(self, "draft_tokens", 0)
         flag("dummy_weights", self.dummy_weights)
-        flag("enable_prefix_caching", self.enable_prefix_caching)
+        if self.enable_prefix_caching is not None:
+            flag("enable_prefix_caching", self.enable_prefix_caching)
         flag("enforce_eager", self.enforce_eager)
         flag("capture_prompts", self.capture_prompts)
         for name in ("mtp_from", "revision", "tokenizer"):

@@ -137,7 +137,7 @@ def test_prefixes_are_reused_and_requests_begin_anew() -> None:
     prompts = [[*ids[:530], i + 1, *ids[: 7 * i]] for i in range(8)]
     params = [replace(one, max_tokens=90) for one in MIXED]
     right = whole.generate(prompt_token_ids=prompts, sampling_params=params)
-    llm = LLM("bundled", **DEVICE, dtype="float32")
+    llm = LLM("bundled", **DEVICE, dtype="float32", enable_prefix_caching=True)
     engine = llm._engine
     del engine.allocator._free_pages[:-24]
     for _ in range(2):

@@ -116,7 +116,7 @@ class LLM:
         threads: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
-        enable_prefix_caching: bool = True,
+        enable_prefix_caching: bool | None = None,
         prefix_states: int | None = None,
         enforce_eager: bool = False,
         capture_prompts: bool = False,

@@ -23,7 +23,7 @@ from hybridspec.models.hybrid import memory_specs
 from hybridspec.models.layers import ATTENTION
 from hybridspec.runtime import MemoryOptions, MemorySpecs
 
-__all__ = ["Resolved", "model_folder", "resolve"]
+__all__ = ["Resolved", "begins_anew", "model_folder", "resolve"]
 
 _log = logging.getLogger("hybridspec")
 
@@ -141,7 +141,7 @@ def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False
             max_model_len=max_len,
             threads=_threads(config.threads, device, model.hidden_size),
             attention_backend="triton" if attention == "pieces" else attention,
-            enable_prefix_caching=_can_reuse_prefixes(config),
+            enable_prefix_caching=_reuses_prefixes(config, device),
             max_num_seqs=config.max_num_seqs or _most_requests(device),
             max_num_batched_tokens=config.max_num_batched_tokens or _PROMPT_ROWS[device.type],
         ),
@@ -232,14 +232,25 @@ def _with_drafter(config: EngineConfig, *, has_mtp: bool, name: str) -> EngineCo
     return replace(config, drafter=drafter)
 
 
-def _can_reuse_prefixes(config: EngineConfig) -> bool:
+def _reuses_prefixes(config: EngineConfig, device: torch.device) -> bool:
     """Whether prompts may begin with what was computed of others.
 
     Where a page holds a whole request none can be shared, and chunks that begin elsewhere differ in
     bits.
     """
     is_possible = config.kv_layout == "paged" and config.exact == "tokens"
-    return config.enable_prefix_caching and is_possible
+    if config.enable_prefix_caching is None:
+        return is_possible and device.type == "cpu"
+    return is_possible and config.enable_prefix_caching
+
+
+def begins_anew(config: EngineConfig) -> bool:
+    """Whether requests may be set back for want of pages, options resolved.
+
+    What is computed anew is computed in chunks, whose bits differ from those of steps.
+    """
+    is_asked = config.device == "cpu" or bool(config.enable_prefix_caching)
+    return config.exact != "bitwise" and is_asked
 
 
 def _most_requests(device: torch.device) -> int:
