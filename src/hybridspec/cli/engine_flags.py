@@ -65,18 +65,37 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 def _add_engine(group: Any) -> None:
     """Add how the model runs to the flags that say which one."""
     defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-    for name, what, choices in (
-        ("dtype", "of weights and activations", DTYPES),
-        ("state_dtype", "of the recurrent state", STATE_DTYPES),
-        ("ring", "what rings keep since a fold: corrections, or rows as they came", RINGS),
-        ("exact", "what drafts and batches cannot change: tokens, or every bit", EXACTNESS),
+    for name, metavar, choices, what in (
+        ("dtype", "D", DTYPES, f"of weights and activations: {', '.join(DTYPES)}"),
+        ("state_dtype", "D", STATE_DTYPES, f"of the recurrent state: {', '.join(STATE_DTYPES)}"),
+        (
+            "ring",
+            "R",
+            RINGS,
+            "what rings keep since a fold: u, corrections (default), or raw, rows as they came",
+        ),
+        (
+            "exact",
+            "E",
+            EXACTNESS,
+            "what drafts and batches cannot change: tokens (default), or every bit: bitwise",
+        ),
+        (
+            "kv_layout",
+            "L",
+            KV_LAYOUTS,
+            "paged (default), or contiguous: room for the longest request in every slot, which "
+            "FlashAttention-3 needs",
+        ),
+        (
+            "attention_backend",
+            "B",
+            ATTENTION_BACKENDS,
+            "what attends in verify steps: auto (default), triton, fa3, reference",
+        ),
     ):
         group.add_argument(
-            flag_of(name),
-            choices=choices,
-            default=defaults[name],
-            metavar="D",
-            help=f"{what}: {', '.join(choices)}",
+            flag_of(name), choices=choices, default=defaults[name], metavar=metavar, help=what
         )
     group.add_argument(
         "--device", default=defaults["device"], metavar="D", help="auto, cpu, cuda or cuda:N"
@@ -93,21 +112,6 @@ def _add_engine(group: Any) -> None:
         default=defaults["memory_fraction"],
         metavar="F",
         help="share of the GPU's memory to use (default: %(default)s)",
-    )
-    group.add_argument(
-        "--kv-layout",
-        choices=KV_LAYOUTS,
-        default=defaults["kv_layout"],
-        metavar="L",
-        help="paged (default), or contiguous: room for the longest request in every slot, which "
-        "FlashAttention-3 needs",
-    )
-    group.add_argument(
-        "--attention-backend",
-        choices=ATTENTION_BACKENDS,
-        default=defaults["attention_backend"],
-        metavar="B",
-        help="what attends in verify steps: auto (default), triton, fa3, reference",
     )
     group.add_argument(
         "--threads",
