@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -368,7 +369,12 @@ def run_drafter(
 
 def main() -> int:
     args = arguments()
-    resolve.PAGE_SIZE = args.page_size
+    with mock.patch.object(resolve, "PAGE_SIZE", args.page_size):
+        return check(args)
+
+
+def check(args: argparse.Namespace) -> int:
+    """Run all requests with every drafter, and say whether each was right."""
     options = {"max_model_len": 512, "enable_prefix_caching": False}
     plain = LLM("bundled", device="cpu", draft_tokens=0, **options)  # type: ignore[arg-type]
     cases = make_cases(args, plain)

@@ -309,7 +309,7 @@ def test_a_request_that_never_fits_is_its_callers_error(monkeypatch: pytest.Monk
     assert llm.generate("import os", params)[0].outputs[0].token_ids == right
     assert stranger.finish_reason == "abort"
     assert isinstance(stranger.failure, CapacityError)
-    with pytest.raises(CapacityError, match=r"^prompt: 1036 tokens, .* do not fit the memory"):
+    with pytest.raises(CapacityError, match=r"^prompt: 1028 tokens, .* do not fit the memory"):
         llm.generate(prompt_token_ids=large, sampling_params=params)
     assert llm.generate("import os", params)[0].outputs[0].token_ids == right
     assert not engine.has_work and engine.allocator.num_live == 0
