@@ -27,7 +27,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -369,12 +368,7 @@ def run_drafter(
 
 def main() -> int:
     args = arguments()
-    with mock.patch.object(resolve, "PAGE_SIZE", args.page_size):
-        return check(args)
-
-
-def check(args: argparse.Namespace) -> int:
-    """Run all requests with every drafter, and say whether each was right."""
+    resolve.PAGE_SIZE = args.page_size
     options = {"max_model_len": 512, "enable_prefix_caching": False}
     plain = LLM("bundled", device="cpu", draft_tokens=0, **options)  # type: ignore[arg-type]
     cases = make_cases(args, plain)

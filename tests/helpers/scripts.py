@@ -11,6 +11,8 @@ from unittest import mock
 
 import torch
 
+from hybridspec.engine import resolve
+
 __all__ = ["run_apart", "run_here"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,13 +21,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_here(script: str, *words: object) -> None:
     """Run a Python file as `__main__` in this process, which spares it the imports.
 
-    What scripts set in torch for a whole process is put back.
+    What scripts set for a whole process, in torch and here, is put back.
     """
     path = ROOT / script
     num_threads = torch.get_num_threads()
     with (
         mock.patch.object(sys, "argv", [str(path), *map(str, words)]),
         mock.patch.object(sys, "path", [str(path.parent), *sys.path]),
+        mock.patch.object(resolve, "PAGE_SIZE", resolve.PAGE_SIZE),
     ):
         try:
             runpy.run_path(str(path), run_name="__main__")
