@@ -125,9 +125,8 @@ class PromptGraphs:
 
 def _fill(held: Step, step: Step) -> None:
     """Copy a step into one that is larger; the rest of it becomes padding."""
-    held.cu_seqlens.fill_(step.token_ids.shape[0])
     for name, padding in (
-        ("cu_seqlens", None),
+        ("cu_seqlens", step.token_ids.shape[0]),
         ("num_verify_tokens", 0),
         ("kv_len", 0),
         ("slots", -1),
@@ -136,6 +135,5 @@ def _fill(held: Step, step: Step) -> None:
         ("sources", -1),
     ):
         target, source = getattr(held, name), getattr(step, name)
-        if padding is not None:
-            target[source.shape[0] :].fill_(padding)
         target[: source.shape[0]].copy_(source)
+        target[source.shape[0] :].fill_(padding)
