@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 
 from helpers.gdn_cases import Case, Dtypes, Geometry
+from hybridspec.ops.gated_delta_rule.launch_cuda import CudaConfig
 
-__all__ = ["CUDA_CASES", "CUDA_MODES", "KERNEL_CASES", "LARGE", "NARROW", "SMALL"]
+__all__ = ["CUDA_CASES", "CUDA_CONFIGS", "CUDA_MODES", "KERNEL_CASES", "LARGE", "NARROW", "SMALL"]
 
 SMALL = Geometry(heads=1, value_heads=2, key_dim=16, value_dim=16)
 
@@ -83,3 +84,10 @@ CUDA_CASES = [
         geometry=replace(NARROW, heads=2, value_heads=4),
     ),
 ]
+
+# Splits of a head's value rows between warps that differ in kind.
+CUDA_CONFIGS = {
+    "a-warp-a-head": CudaConfig(splits=1, warps=2, blocks=1, evict_first=False),
+    "four-warps-a-head": CudaConfig(splits=4, warps=4, blocks=1, evict_first=True),
+    "spare-warps": CudaConfig(splits=2, warps=5, blocks=1, evict_first=True),
+}

@@ -12,7 +12,7 @@ import torch
 from helpers import cuda_on_cpu
 from helpers.far_memory import far_apart
 from helpers.gdn_cases import Case, Dtypes, VerifyCall, assert_same_bits
-from helpers.gdn_kernel_cases import CUDA_CASES, CUDA_MODES, LARGE, NARROW
+from helpers.gdn_kernel_cases import CUDA_CASES, CUDA_CONFIGS, CUDA_MODES, LARGE, NARROW
 from helpers.gdn_row_calls import RowCall
 from helpers.guarded import at_the_end_of_memory
 from hybridspec.compat.flashinfer import gated_delta_rule_mtp_ucache_flush
@@ -54,15 +54,7 @@ def test_verify(case: Case, dtypes: Dtypes) -> None:
 
 
 @pytest.mark.parametrize("dtypes", CUDA_MODES, ids=str)
-@pytest.mark.parametrize(
-    "config",
-    [
-        CudaConfig(splits=1, warps=2, blocks=1, evict_first=False),
-        CudaConfig(splits=4, warps=4, blocks=1, evict_first=True),
-        CudaConfig(splits=2, warps=5, blocks=1, evict_first=True),
-    ],
-    ids=["a-warp-a-head", "four-warps-a-head", "spare-warps"],
-)
+@pytest.mark.parametrize("config", CUDA_CONFIGS.values(), ids=CUDA_CONFIGS)
 def test_every_split_of_a_head(
     config: CudaConfig, dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from helpers import cuda_on_cpu
 from helpers.gdn_cases import Dtypes, assert_same_bits
+from helpers.gdn_kernel_cases import CUDA_CONFIGS
 from helpers.raw_cases import RAW_CUDA_CASES, RAW_LARGE, RAW_NARROW, REGIMES, RawCall, RawCase
 from helpers.tolerances import error
 from hybridspec.errors import UnsupportedError
@@ -47,15 +48,7 @@ def test_a_fold_into_an_fp32_state(regime: str, history: int) -> None:
 
 
 @pytest.mark.parametrize("dtypes", MODES, ids=str)
-@pytest.mark.parametrize(
-    "config",
-    [
-        CudaConfig(splits=1, warps=2, blocks=1, evict_first=False),
-        CudaConfig(splits=4, warps=4, blocks=1, evict_first=True),
-        CudaConfig(splits=2, warps=5, blocks=1, evict_first=True),
-    ],
-    ids=["a-warp-a-head", "four-warps-a-head", "spare-warps"],
-)
+@pytest.mark.parametrize("config", CUDA_CONFIGS.values(), ids=CUDA_CONFIGS)
 def test_every_split_of_a_head(
     config: CudaConfig, dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
