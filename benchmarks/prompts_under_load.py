@@ -45,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sharing", type=int, default=64, help="requests that share a prompt")
     parser.add_argument("--shared", type=int, default=8192, help="tokens that they share")
+    parser.add_argument("--capture-prompts", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -206,6 +207,7 @@ def main() -> int:
             max_model_len=max(args.long, args.shared) + 512,
             max_num_seqs=max(args.decoding + 1, args.sharing),
             enable_prefix_caching=True,
+            capture_prompts=args.capture_prompts,
         )._engine
         shapes = [(1, args.long), (args.decoding, 128)]
         for key, measured in (
