@@ -6,7 +6,11 @@ the last one's end. The figure that counts is the ratio within a round; its medi
 beside it the same ratio of processor seconds, which a busy machine disturbs less, and those of the
 server's event loop, which are all that it does besides running the engine.
 
-    python benchmarks/serve_overhead.py --json benchmarks/results/serve_overhead.json
+With `--one-core` each round does both once more, the server on one core, the offline engine on the
+same one at its time, and the clients on another: what the event loop takes is then missing for the
+engine, and what the clients take is not.
+
+    python benchmarks/serve_overhead.py --one-core --json benchmarks/results/serve_overhead_cpu.json
     python benchmarks/serve_overhead.py --geometry 9b --device cuda --streams 32
 
 With a geometry the weights are made up, prompts are random tokens, and drafts are accepted by
@@ -57,6 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=16, help="requests at a time (default 16)")
     parser.add_argument("--max-tokens", type=int, default=200, help="new tokens (default 200)")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default 7)")
+    parser.add_argument("--one-core", action="store_true", help="also with the server on one core")
     parser.add_argument("--serve", action="store_true", help="be the server of such a measurement")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     return parser.parse_args()
@@ -145,50 +150,109 @@ def make_prompts(args: argparse.Namespace) -> list[Any]:
     return [texts[i % len(texts)] for i in range(args.streams)]
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, float]]:
-    """Both ways in turn, behind a round that warms up; a row for each round."""
-    prompts, rows = make_prompts(args), []
-    params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
-    fields = {"temperature": 0, "ignore_eos": True, "max_tokens": args.max_tokens}
-    load = Load(bodies=[{**fields, "prompt": p} for p in prompts], concurrency=args.streams)
-    num_tokens = args.streams * args.max_tokens
-    with starting_server() as server:
-        llm, target = load_model(args), wait_for(server)
-        for _ in range(args.rounds + 1):
+@contextlib.contextmanager
+def on_cores(pid: int, cores: set[int]) -> Iterator[None]:
+    """Keep a process with all its threads on some cores."""
+    before = os.sched_getaffinity(pid)
+    _keep(pid, cores)
+    try:
+        yield
+    finally:
+        _keep(pid, before)
+
+
+def _keep(pid: int, cores: set[int]) -> None:
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
+class Both:
+    """The two ways for the same prompts.
+
+    Args:
+        args: of the command line.
+        server: serves the model.
+    """
+
+    def __init__(self, args: argparse.Namespace, server: subprocess.Popen[str]) -> None:
+        self.llm, self.target, self.pid = load_model(args), wait_for(server), server.pid
+        self.num_tokens = args.streams * args.max_tokens
+        prompts = make_prompts(args)
+        name = "prompts" if args.geometry is None else "prompt_token_ids"
+        self.offline = {
+            name: prompts,
+            "sampling_params": SamplingParams(
+                temperature=0, max_tokens=args.max_tokens, ignore_eos=True
+            ),
+        }
+        fields = {"temperature": 0, "ignore_eos": True, "max_tokens": args.max_tokens}
+        bodies = [{**fields, "prompt": prompt} for prompt in prompts]
+        self.load = Load(bodies=bodies, concurrency=args.streams)
+
+    def on_one_core(self) -> dict[str, float]:
+        """Measure with the server on one core, the offline engine on it too, clients elsewhere."""
+        first, *others = sorted(os.sched_getaffinity(0))
+        if not others:
+            raise SystemExit("--one-core: expected at least two cores")
+        with on_cores(self.pid, {first}):
+            return self.measure(offline_cores={first}, client_cores=set(others))
+
+    def measure(
+        self, *, offline_cores: set[int] | None = None, client_cores: set[int] | None = None
+    ) -> dict[str, float]:
+        """Measure both ways once, offline first."""
+        every = os.sched_getaffinity(0)
+        with on_cores(os.getpid(), offline_cores or every):
             start, used = time.perf_counter(), time.process_time()
-            if args.geometry is None:
-                llm.generate(prompts, params)
-            else:
-                llm.generate(prompt_token_ids=prompts, sampling_params=params)
+            self.llm.generate(**self.offline)
             offline_s, offline_used = time.perf_counter() - start, time.process_time() - used
-            before = processor_seconds(server.pid)
-            timings, served_s = asyncio.run(run_load(target, load, lambda _: None))
-            after = processor_seconds(server.pid)
-            found = summary(timings, served_s)
-            if found["failed"] or found["generated_tokens"] != num_tokens:
-                raise SystemExit(f"requests failed: {found['errors']}")
-            row = {
-                "offline_tokens_per_s": num_tokens / offline_s,
-                "served_tokens_per_s": found["tokens_per_s"],
-                "served_over_offline": found["tokens_per_s"] * offline_s / num_tokens,
-                "offline_processor_s": offline_used,
-                "served_processor_s": after[0] - before[0],
-                "event_loop_processor_s": after[1] - before[1],
-                "first_token_ms": found["first_token_ms"]["p50"],
-                "between_chunks_ms": found["between_chunks_ms"]["p50"],
-            }
-            rows.append(row)
-            print(" ".join(f"{key} {value:.3f}" for key, value in row.items()), file=sys.stderr)
-    return rows[1:]
+        before = processor_seconds(self.pid)
+        with on_cores(os.getpid(), client_cores or every):
+            timings, served_s = asyncio.run(run_load(self.target, self.load, lambda _: None))
+        after = processor_seconds(self.pid)
+        found = summary(timings, served_s)
+        if found["failed"] or found["generated_tokens"] != self.num_tokens:
+            raise SystemExit(f"requests failed: {found['errors']}")
+        served_used = after[0] - before[0]
+        return {
+            "offline_tokens_per_s": self.num_tokens / offline_s,
+            "served_tokens_per_s": found["tokens_per_s"],
+            "served_over_offline": found["tokens_per_s"] * offline_s / self.num_tokens,
+            "offline_processor_s": offline_used,
+            "served_processor_s": served_used,
+            "processor_served_over_offline": served_used / max(offline_used, 0.01),
+            "event_loop_processor_s": after[1] - before[1],
+            "first_token_ms": found["first_token_ms"]["p50"],
+            "between_chunks_ms": found["between_chunks_ms"]["p50"],
+        }
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Both ways in turn, behind a round that warms up; a row for each round."""
+    rows: dict[str, list[dict[str, float]]] = {}
+    with starting_server() as server:
+        both = Both(args, server)
+        forms = {"any_core": both.measure} | (
+            {"one_core": both.on_one_core} if args.one_core else {}
+        )
+        for number in range(args.rounds + 1):
+            for name, form in forms.items():
+                row = form()
+                line = " ".join(f"{key} {value:.3f}" for key, value in row.items())
+                print(name, line, file=sys.stderr)
+                if number > 0:
+                    rows.setdefault(name, []).append(row)
+    return rows
 
 
 def main() -> int:
     args = arguments()
     if args.serve:
         return serve(args)
-    rows = measure(args)
-    median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    more = [row["served_processor_s"] / max(row["offline_processor_s"], 0.01) for row in rows]
+    medians = {
+        name: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        for name, rows in measure(args).items()
+    }
     gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else None
     result = {
         "benchmark": "serve_overhead",
@@ -204,13 +268,14 @@ def main() -> int:
         "streams": args.streams,
         "max_tokens": args.max_tokens,
         "rounds": args.rounds,
-        **median,
-        "processor_served_over_offline": statistics.median(more),
+        **medians.pop("any_core"),
+        **medians,
     }
-    for name in ("offline", "served"):
-        print(f"{name:<10}{result[f'{name}_tokens_per_s']:9.1f} tokens/s")
-    print(f"served / offline {result['served_over_offline']:.3f}, of processor seconds "
-          f"{result['processor_served_over_offline']:.3f}")  # fmt: skip
+    for name, found in {"any core": result, **medians}.items():
+        print(f"{name.replace('_', ' ')}: offline {found['offline_tokens_per_s']:.1f} tokens/s, "
+              f"served {found['served_tokens_per_s']:.1f}; served / offline "
+              f"{found['served_over_offline']:.3f}, of processor seconds "
+              f"{found['processor_served_over_offline']:.3f}")  # fmt: skip
     line = json.dumps(result)
     if args.json:
         args.json.write_text(line + "\n", encoding="utf-8")

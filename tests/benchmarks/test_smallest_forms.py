@@ -84,7 +84,7 @@ ON_A_CPU: dict[str, list] = {
         "--shared",
         80,
     ],
-    "serve_overhead.py": ["--streams", 2, "--max-tokens", 4, "--rounds", 1],
+    "serve_overhead.py": ["--streams", 2, "--max-tokens", 4, "--rounds", 1, "--one-core"],
     "tensor_cache.py": ["--devices", "cpu", "--rounds", 1, "--limit", 1],
 }
 ON_A_GPU: dict[str, list] = {
