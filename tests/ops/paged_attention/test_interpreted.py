@@ -50,8 +50,8 @@ def test_any_number_of_programs(num_programs: int) -> None:
 
 @pytest.mark.parametrize("num_programs", [3, 4, 6, 10])
 @pytest.mark.parametrize("num_heads", [1, 3, 4, 5])
-def test_lanes_of_key_heads(num_heads: int, num_programs: int) -> None:
-    """Heads that are all lanes, some of them, or none; more than one head and tile in a lane."""
+def test_head_groups(num_heads: int, num_programs: int) -> None:
+    """As many groups as heads, fewer, or one; groups of more than one head and tile."""
     config = replace(CONFIG, num_programs=num_programs)
     make = {"lengths": [3, 0, 8], "positions": [150, 9, 70], "slots": [1, 5, 2], "dtype": F32}
     heads = {"num_query_heads": 3 * num_heads, "num_kv_heads": num_heads}
@@ -59,11 +59,11 @@ def test_lanes_of_key_heads(num_heads: int, num_programs: int) -> None:
     check_verify(batch, launch.verify, config=config)
 
 
-def test_lanes_divide_heads_and_programs() -> None:
-    for num_heads, num_programs, lanes in ((2, 132, 2), (8, 132, 4), (5, 132, 1), (1, 132, 1)):
+def test_head_groups_divide_heads_and_programs() -> None:
+    for num_heads, num_programs, groups in ((2, 132, 2), (8, 132, 4), (5, 132, 1), (1, 132, 1)):
         config = replace(CONFIG, num_programs=num_programs)
         sizes = launch.kernel_sizes(config, 4, 4, num_heads, 4, 64, 16)
-        assert sizes.split["LANES"] == sizes.finish["LANES"] == lanes
+        assert sizes.split["HEAD_GROUPS"] == sizes.finish["HEAD_GROUPS"] == groups
 
 
 def test_more_requests_than_one_kernel_is_built_for() -> None:

@@ -89,7 +89,7 @@ def kernel_sizes(
         "D": head_dim,
         "PAGE_SIZE": page_size,
         "PROGRAMS": config.num_programs,
-        "LANES": math.gcd(num_heads, config.num_programs),
+        "HEAD_GROUPS": math.gcd(num_heads, config.num_programs),
         "REQUESTS": max(round_up_to_power_of_two(num_requests), _FEWEST_REQUESTS),
         "BLOCK_M": config.block_m,
         "IS_OVERLAPPED": config.is_overlapped,

@@ -2,9 +2,9 @@
 
 A unit of work is one block of keys of one request and one tile of query rows. The programs of
 `split_kernel` share all units of a step evenly, whatever the lengths, so a program may see the end
-of one request, whole requests and the beginning of another. They do so in lanes, each for some of
-the key heads: programs side by side read the heads of the same keys. `finish_kernel` appends the
-new rows, writes zeros into padding rows and adds up the parts of what was cut.
+of one request, whole requests and the beginning of another. Key heads form head groups, each with
+programs of its own: neighbouring programs read the heads of the same keys. `finish_kernel` appends
+the new rows, writes zeros into padding rows and adds up the parts of tiles that were cut.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["finish_kernel", "split_kernel"]
 
 @triton.jit
 def _program_of(unit, share, num_larger):
-    """Which program of a lane has a unit: the first `num_larger` have one more than `share`."""
+    """Which program of a group has a unit: the first `num_larger` have one more than `share`."""
     larger = num_larger * (share + 1)
     rest = num_larger + (unit - larger) // tl.maximum(share, 1)
     return tl.where(unit < larger, unit // (share + 1), rest)
@@ -60,7 +60,7 @@ def _units_of(
     cu_seqlens_ptr, slots_ptr, seq_len_ptr, num_requests, HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROW_TILES: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """Where the units of each request end, counted over all requests of a lane with HEADS heads."""
+    """Where the units of each request end, over all requests, for a group of HEADS heads."""
     requests = tl.arange(0, REQUESTS)
     is_request = requests < num_requests
     begins = tl.load(cu_seqlens_ptr + requests, mask=is_request, other=0).to(tl.int32)
@@ -119,7 +119,7 @@ def split_kernel(
     # outputs: out [N, Hq, D]; of each program the tiles that it ends and begins for others:
     # parts [2, programs, BLOCK_M, D], sums [2, programs, 2, BLOCK_M] (peak, total),
     # cuts [2, programs, 8] (parts of the tile, program of the first, first row, rows, tile);
-    # the parts of a tile but the first are those that LANES-th programs after the first end
+    # the parts of a tile but the first come from every HEAD_GROUPS-th program after the first
     out_ptr, parts_ptr, sums_ptr, cuts_ptr,
     # metadata: page_table [S, max_pages]; seq_len [S]; cu_seqlens [B + 1]; slots [B]
     page_table_ptr, seq_len_ptr, cu_seqlens_ptr, slots_ptr, num_requests, scale_log2,
@@ -127,26 +127,26 @@ def split_kernel(
     q_strides, k_strides, v_strides, pages_strides, out_strides,
     page_table_stride_s, page_table_stride_p,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    PROGRAMS: tl.constexpr, LANES: tl.constexpr, ROW_TILES: tl.constexpr,
+    PROGRAMS: tl.constexpr, HEAD_GROUPS: tl.constexpr, ROW_TILES: tl.constexpr,
     ALIGNMENT: tl.constexpr, REQUESTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Attend over a share of the units of a lane, which has every LANES-th of HEADS key heads.
+    """Attend over a share of the units of a head group: every HEAD_GROUPS-th of HEADS key heads.
 
     GROUP query heads read a key head.
     """
     if IS_OVERLAPPED:
         gdc_launch_dependents()
     pid = tl.program_id(0)
-    lane, nth = pid % LANES, pid // LANES
-    lane_programs: tl.constexpr = PROGRAMS // LANES
+    head_group, nth = pid % HEAD_GROUPS, pid // HEAD_GROUPS
+    group_programs: tl.constexpr = PROGRAMS // HEAD_GROUPS
     unit_ends = _units_of(
-        cu_seqlens_ptr, slots_ptr, seq_len_ptr, num_requests, HEADS // LANES, GROUP, BLOCK_M,
-        BLOCK_N, ROW_TILES, REQUESTS,
+        cu_seqlens_ptr, slots_ptr, seq_len_ptr, num_requests, HEADS // HEAD_GROUPS, GROUP,
+        BLOCK_M, BLOCK_N, ROW_TILES, REQUESTS,
     )  # fmt: skip
     num_units = tl.max(unit_ends, 0)
-    share, num_larger = num_units // lane_programs, num_units % lane_programs
+    share, num_larger = num_units // group_programs, num_units % group_programs
     unit = nth * share + tl.minimum(nth, num_larger)
     last_unit = unit + share + (nth < num_larger).to(tl.int32)
     tl.store(cuts_ptr + pid * 8, 0)
@@ -165,7 +165,7 @@ def split_kernel(
         tile = (unit - begin) // num_blocks
         begin += tile * num_blocks
         block, end_block = unit - begin, tl.minimum(last_unit - begin, num_blocks)
-        head = (tile // m_tiles * LANES + lane).to(tl.int64)
+        head = (tile // m_tiles * HEAD_GROUPS + head_group).to(tl.int64)
         table_ptr = page_table_ptr + slot * page_table_stride_s
         pages = _load_pages(table_ptr, page_table_stride_p, block, position, PAGE_SIZE, BLOCK_N)
         page_places = pages * tl.cast(pages_strides[0], tl.int64)
@@ -201,7 +201,7 @@ def split_kernel(
             v_rows = tl.multiple_of(v_rows, ALIGNMENT)
             k = _load_columns(k_rows, is_key, COLUMNS, CHUNKS)
             v = _load_columns(v_rows, is_key, COLUMNS, CHUNKS)
-            # Numbers arrive two blocks before their keys are copied, so that no copy waits.
+            # Page numbers arrive two blocks before their keys are copied, so that no copy waits.
             page_places = pages * tl.cast(pages_strides[0], tl.int64)
             pages = _load_pages(table_ptr, page_table_stride_p, i + 2, position, PAGE_SIZE, BLOCK_N)
 
@@ -225,7 +225,8 @@ def split_kernel(
             tl.store(sums_rows + BLOCK_M, total)
             start = _program_of(begin, share, num_larger)
             end = _program_of(begin + num_blocks - 1, share, num_larger)
-            cut_tile, starter = head.to(tl.int32) * m_tiles + tile % m_tiles, start * LANES + lane
+            cut_tile = head.to(tl.int32) * m_tiles + tile % m_tiles
+            starter = start * HEAD_GROUPS + head_group
             cut_ptr = cuts_ptr + place * 8
             _store_cut(cut_ptr, end - start + 1, starter, first, num_tokens, cut_tile)
         unit = begin + end_block
@@ -246,7 +247,7 @@ def _add_up(
     tile,
     worker,
     num_workers,
-    LANES: tl.constexpr,
+    HEAD_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -269,7 +270,7 @@ def _add_up(
         for begin in range(0, num_parts, PARTS):
             parts = begin + tl.arange(0, PARTS)
             is_part = (parts < num_parts)[:, None]
-            places = tl.where(parts == 0, num_programs, parts * LANES) + start
+            places = tl.where(parts == 0, num_programs, parts * HEAD_GROUPS) + start
             places = places.to(tl.int64)[:, None]
             sums_ptrs = sums_ptr + places * (2 * BLOCK_M) + m_offs[None, :]
             peaks = tl.load(sums_ptrs, mask=is_part, other=float("-inf"))
@@ -305,12 +306,12 @@ def finish_kernel(
     # strides as above
     k_strides, v_strides, pages_strides, out_strides, page_table_stride_s, page_table_stride_p,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    PROGRAMS: tl.constexpr, LANES: tl.constexpr, REQUESTS: tl.constexpr,
+    PROGRAMS: tl.constexpr, HEAD_GROUPS: tl.constexpr, REQUESTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
     PART_ROWS: tl.constexpr, PART_COLUMNS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_QUERY_HEADS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Append rows and zero dead ones; then add up a share of the tile that a part belongs to.
+    """Append rows and zero padding rows; then add up a share of the tile that a part belongs to.
 
     All programs at the parts of a tile share its rows; PARTS parts are added in one go.
     """
@@ -357,9 +358,9 @@ def finish_kernel(
     first, num_tokens = tl.load(cut_ptr + 2).to(tl.int64), tl.load(cut_ptr + 3)
     tile = tl.load(cut_ptr + 4)
     if num_parts > 0:
-        part = tl.where(place < PROGRAMS, (place - start) // LANES, 0)
+        part = tl.where(place < PROGRAMS, (place - start) // HEAD_GROUPS, 0)
         _add_up(
             out_ptr, parts_ptr, sums_ptr, out_strides[0], out_strides[1], PROGRAMS, num_parts,
             start, first, num_tokens, tile, part * num_workers + worker, num_parts * num_workers,
-            LANES, GROUP, D, BLOCK_M, PARTS, PART_ROWS, PART_COLUMNS,
+            HEAD_GROUPS, GROUP, D, BLOCK_M, PARTS, PART_ROWS, PART_COLUMNS,
         )  # fmt: skip
