@@ -1,4 +1,4 @@
-"""Documents name only files, targets, flags and identifiers that exist."""
+"""Documents name only files, targets, flags and identifiers that exist, in lines that fit."""
 
 from __future__ import annotations
 
@@ -233,6 +233,12 @@ def test_the_tutorial_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) 
     shown = [line for block in fenced(text, "text") for line in block.splitlines()]
     assert len(shown) > 10
     assert [line for line in shown if line not in printed] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_lines_fit_a_page(document: Path) -> None:
+    lines = document.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
 def test_readme_is_short() -> None:

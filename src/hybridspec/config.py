@@ -253,7 +253,7 @@ class EngineConfig:
         drafter: what drafts: "mtp" is the checkpoint's draft head, "lookup" the request's own text,
             "none" nothing; "auto" is "mtp" where there is a head and "lookup" elsewhere.
         mtp_from: model to take the draft head from, in place of the checkpoint's own.
-        draft_vocab: words that the draft head chooses from: their ids, a JSON file of them, or a
+        draft_vocab: tokens that the draft head chooses from: their ids, a JSON file of them, or a
             text whose most frequent tokens are taken; None is all.
         dummy_weights: whether to make the weights up, from config.json alone.
         dtype: of weights, activations and rings: "auto", "float32", "bfloat16" or "float16".
@@ -267,7 +267,7 @@ class EngineConfig:
         memory_fraction: share of the GPU's memory that weights and pools may take.
         kv_layout: "paged" hands keys and values out in pages as requests need them; "contiguous"
             gives each slot one page of max_model_len tokens, as FlashAttention-3 wants it.
-        attention_backend: what attends in verify steps: "auto", "triton", "fa3" or "reference".
+        attention_backend: attention of verify steps: "auto", "triton", "fa3" or "reference".
         threads: torch's CPU threads during a step, at most one for each core; None is 1 for models
             of small matrices, which more threads slow down, and torch's own number for others.
         max_num_seqs: most requests that run at the same time; None is 64 on a CPU, 256 on a GPU.

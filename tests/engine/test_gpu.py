@@ -129,7 +129,7 @@ def test_memory_is_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_prefixes_are_reused_and_requests_begin_anew() -> None:
-    """Captured steps, one ahead of the host; few pages, so that some requests are set back."""
+    """Captured steps, one ahead of the host; few pages, so that some requests are preempted."""
     source = held_out_prompts("code")[0].text
     whole = LLM("bundled", **DEVICE, dtype="float32", enable_prefix_caching=False)
     assert whole.tokenizer is not None

@@ -1,4 +1,4 @@
-"""Keys and values in pages or in one cache per slot, and what attends over them."""
+"""Keys and values in pages or in one cache per slot, and which attention reads them."""
 
 from __future__ import annotations
 

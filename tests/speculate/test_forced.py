@@ -1,4 +1,4 @@
-"""Acceptance by force: the rates that were asked for, from draws that do not hang together."""
+"""Forced acceptance: the requested rates, from draws that are independent of each other."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _add_engine(group: Any) -> None:
             "attention_backend",
             "B",
             ATTENTION_BACKENDS,
-            "what attends in verify steps: auto (default), triton, fa3, reference",
+            "attention of verify steps: auto (default), triton, fa3, reference",
         ),
     ):
         group.add_argument(

@@ -95,7 +95,7 @@ def report(
     """Run a request and show it in the form that the flags ask for.
 
     Raises:
-        CheckpointError: if the model's logits were not numbers; what came before is shown.
+        CheckpointError: if the model's logits held NaN; what came before is shown.
     """
     if arguments.json:
         result = _collect(llm, params, steps, on_step=lambda step: None)

@@ -57,7 +57,7 @@ def choose_backends(
     """Choose what serves each op of a model's layers, once for all steps.
 
     The layers are asked with a memory of one slot and few pages, so that whatever a backend looks
-    at is as it will be. Prompts are attended by what was asked for too where it serves them.
+    at is as it will be. Prompts take the requested attention too where it supports them.
 
     Args:
         model: sizes of the model.

@@ -19,7 +19,7 @@ class Replayed(Protocol):
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how much of a device's memory nobody holds."""
+    """Return how much of a device's memory is free."""
     return torch.cuda.mem_get_info(device)[0]
 
 

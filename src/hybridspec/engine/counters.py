@@ -23,7 +23,7 @@ class Counters:
         num_waiting, num_prefilling, num_running: requests now, by where they stand.
         num_admitted: requests that were given a slot, each admission counting.
         num_ended: requests that came to their end; num_aborted: that were dropped before it.
-        num_preemptions: requests that were set back because pages ran out.
+        num_preemptions: requests that were preempted because pages ran out.
         prompt_tokens: tokens of prompts that were processed or reused, each prompt counting once.
         prompt_rows: rows of prefill forwards, what is computed anew after a preemption included.
         generated_tokens: tokens that requests took in.

@@ -1,8 +1,8 @@
-"""Words that a draft head chooses from: fewer than the model has, since reading all costs time.
+"""The tokens that a draft head chooses from: part of the vocabulary, since reading all takes time.
 
-With 248,320 words, three drafts read three times two gigabytes of the LM head. Drafting never
-changes the output, so a head that knows the most frequent words only may miss some drafts and
-nothing else.
+With a vocabulary of 248,320, three drafts read three times two gigabytes of the LM head. Drafting
+never changes the output, so a head that knows only the most frequent tokens may miss some drafts
+and nothing else.
 """
 
 from __future__ import annotations

@@ -47,19 +47,19 @@ class LLM:
         model: folder in Hugging Face layout, the id of a repository on the Hugging Face hub, or
             "bundled" for the model in this package.
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
-        speculation: "fixed" proposes and verifies `draft_tokens` drafts; "dynamic" up to that many,
-            as promises most tokens per second at the present load and acceptance; "off" none. What
-            is generated is the same.
-        acceptance, acceptance_spread: accept drafts by force with these probabilities, give or take
-            the spread, to measure; what comes out is synthetic.
+        speculation: "fixed" proposes and verifies `draft_tokens` drafts; "dynamic" chooses up to
+            that many, for the most tokens per second at the present load and acceptance; "off" is
+            plain decoding. The output is the same.
+        acceptance, acceptance_spread: force drafts to be accepted with these probabilities, give or
+            take the spread, for measurements; the output is synthetic.
         verify_rows: most rows of a verify step over all requests, the most probable drafts first;
-            each running request has one in any case; None verifies every draft.
+            each running request always has one; None verifies every draft.
         drafter: what drafts: "mtp" is the checkpoint's draft head, "lookup" the request's own text,
             "none" nothing; "auto" is "mtp" where there is a head and "lookup" elsewhere.
-        draft_vocab: words that the draft head chooses from, so that it reads less: ids, a JSON file
-            of ids, or a text whose 32,768 most frequent tokens are taken.
+        draft_vocab: tokens that the draft head chooses from, so that it reads less: ids, a JSON
+            file of ids, or a text whose 32,768 most frequent tokens are taken.
         mtp_from: model (folder, id or "bundled") to take another draft head from.
-        dummy_weights: make the weights up, from config.json alone, to measure a geometry.
+        dummy_weights: use random weights, from config.json alone, to measure a geometry.
         dtype: of weights, activations and rings; "auto" is float32 on CPU, else the file's.
         state_dtype: of the recurrent state, in addition "int8"; "auto" is the checkpoint's. 16 or 8
             bits are rounded at tokens that depend on drafts, which can decide near-ties.
@@ -69,20 +69,20 @@ class LLM:
         memory_fraction: share of a GPU for weights and pools; captured graphs, 1 GiB, come on top.
         kv_layout: "paged" hands keys and values out in pages as requests need them; "contiguous"
             gives each slot one page of max_model_len tokens, as FlashAttention-3 wants it.
-        attention_backend: what attends in verify steps: "triton", "fa3" (needs fa3-fwd, a Hopper
-            GPU, bfloat16 and kv_layout "contiguous") or "reference"; "auto" is the first that can.
+        attention_backend: attention of verify steps: "triton", "fa3" (needs fa3-fwd, a Hopper GPU,
+            bfloat16 and kv_layout "contiguous") or "reference"; "auto" is the first that can.
         threads: CPU threads during a step; None is 1 for small models, else torch's own number.
         max_num_seqs: most requests at a time, 1..256; None is 64 on a CPU and 256 on a GPU.
         max_num_batched_tokens: most prompt rows of a pass; None is 2,048 (CPU) or 8,192 (GPU).
         enable_prefix_caching, prefix_states: whether prompts reuse prefixes; most that are kept.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         capture_prompts: whether to capture forwards of prompt rows as well, in chunks of 512 rows;
-            not seen on a GPU yet.
+            not tried on a GPU yet.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from: a folder, an id or "bundled".
-        seed: where the seeds of requests that name none come from, in order; None draws them.
-        exact: what drafts and load do not change: "tokens", or "bitwise" (docs/exactness.md).
-        gpu_memory_utilization: other name of memory_fraction.
+        seed: source of the seeds of requests that name none, in order; None draws them.
+        exact: what drafts and load leave unchanged: "tokens", or "bitwise" (docs/exactness.md).
+        gpu_memory_utilization: another name for memory_fraction.
         on_progress: called with the bytes of weights read so far and those of all files.
 
     Raises:

@@ -19,7 +19,7 @@ class RequestStats:
         drafted_per_step: drafts verified in each verify step.
         accepted_per_step: drafts accepted in each verify step (before a stop cut the step).
         folds: verify steps that folded the ring into the checkpoint.
-        preemptions: how often it was set back because pages ran out; a verify step without drafts
+        preemptions: how often it was preempted because pages ran out; a verify step without drafts
             stands for each prefill that took it up again.
         prefill_s: seconds from admission to the first token.
         decode_s: seconds in verify steps, drafting included.
@@ -87,7 +87,7 @@ class CompletionOutput:
             tokens, of the model's own distribution (before bias, penalties and temperature); None
             unless SamplingParams.logprobs asks for them.
         cumulative_logprob: sum of the log-probabilities of the tokens; None with `logprobs`.
-        error: what went wrong where the model's logits were not numbers, else None.
+        error: what went wrong where the model's logits held NaN, else None.
     """
 
     index: int

@@ -35,7 +35,7 @@ class RequestGroup:
         tokenizer: names tokens in reports; None where no text is made.
         requests: all continuations by index; empty if there is only one (a reference from it to
             itself would keep it until a garbage collection).
-        posted: what steps added and nobody fetched yet, oldest first: see `Request.outbox`.
+        posted: what steps added and the caller has not fetched, oldest first: see `Request.outbox`.
         prompt_logprobs: a report for each prompt row so far, None for the first; None if not asked.
         num_posted: step outputs made so far.
     """

@@ -245,7 +245,7 @@ def _reuses_prefixes(config: EngineConfig, device: torch.device) -> bool:
 
 
 def begins_anew(config: EngineConfig) -> bool:
-    """Whether requests may be set back for want of pages, options resolved.
+    """Whether requests may be preempted for want of pages, options resolved.
 
     What is computed anew is computed in chunks, whose bits differ from those of steps.
     """

@@ -1,11 +1,11 @@
 """Which requests wait, which are being prefilled and which decode.
 
 First come, first served. A request is admitted when a slot and the pages of its prompt are free,
-and takes pages as it grows. Where they run out, the request that came last is set back: it gives up
-what it has and waits, in front of all others that wait, to be computed anew. So the one that came
-first always finishes.
+and takes pages as it grows. Where they run out, the request that came last is preempted: it gives
+up what it has and waits, in front of all others that wait, to be computed anew. So the one that
+came first always finishes.
 
-A prompt begins with the longest prefix that is kept of others; where one in work will bring a
+A prompt begins with the longest prefix that is kept of others; where one in progress will bring a
 longer one, it waits for that.
 """
 
@@ -190,7 +190,7 @@ class Scheduler:
         return [*self.prefilling, *self.running]
 
     def grow(self, num_steps: int) -> None:
-        """Give running requests the pages that steps can need, or set back those that came last.
+        """Give running requests the pages that steps can need, or preempt those that came last.
 
         Args:
             num_steps: steps that may run before the host knows what they brought.

@@ -72,7 +72,7 @@ class DummyCheckpoint:
             yield rows, block.normal_(mean, deviation, generator=self._generator)
 
     def skip(self, prefix: str) -> None:
-        """Nothing is there that nobody asked for."""
+        """Nothing exists beyond what was asked for."""
 
     def finish(self) -> None:
         """Nothing is open."""

@@ -264,7 +264,7 @@ class AttentionLayer:
         in_weight: [q | k | v | gate] stacked, [(2 Hq + 2 Hkv) d, D].
         qk_norm: norm of every head of q and k, weight [Hq + Hkv, d].
         out_weight: [D, Hq d].
-        verify_backend, prefill_backend: what attends for rows to verify and for prompt rows.
+        verify_backend, prefill_backend: attention of rows to verify, and of prompt rows.
         rotary_backend: what norms and rotates heads on a GPU.
         products: how rows are multiplied with weights.
     """

@@ -45,7 +45,7 @@ class Prefix:
 
 @dataclass(slots=True)
 class Prefixes:
-    """The prefixes that are kept, and those that prompts in work will bring.
+    """The prefixes that are kept, and those that prompts in progress will bring.
 
     Attributes:
         num_states: most prefixes; the one not used for longest goes first. 0: none is kept.
@@ -70,7 +70,7 @@ class Prefixes:
         return None
 
     def is_expected(self, keys: Sequence[bytes]) -> bool:
-        """Whether a prompt in work will bring a longer prefix of a request than those kept."""
+        """Whether a prompt in progress will bring a longer prefix of a request than those kept."""
         if self._expected:
             for key in reversed(keys):
                 if key in self._kept:

@@ -2,8 +2,8 @@
 
 A request reserves its slot and the pages of its prompt when it is admitted, and further pages as
 it grows; who has to wait, or to give its pages up, is the caller's to decide. Prefixes of prompts
-are kept in what nobody needs, and given up for whoever does. Pools that grew give back what they
-took when nothing runs any more.
+are kept in memory that is free, and given up when a request needs it. Pools that grew give back
+what they took when nothing runs any more.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class Allocator:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Make pools small again that nobody uses, and that take more than is worth keeping."""
+        """Shrink unused pools that take more than is worth keeping."""
         pools = self.pools
         num_slots = max(IDLE_BYTES // pools.slot_bytes(), 1)
         num_pages = max(IDLE_BYTES // pools.page_bytes(), 1)
@@ -329,7 +329,7 @@ class Allocator:
         pools = self.pools
         num_kept = pools.num_pages - len(self._free_pages) - len(self._users)
         if num_kept * pools.page_bytes() > IDLE_BYTES:
-            self._make_room(pages)  # before memory is taken for what nobody may ask for again
+            self._make_room(pages)  # before memory is taken for what may never be asked for again
         if self.can_grow and not self._is_full and len(self._free_pages) < pages:
             old = pools.num_pages
             needed = old + pages - len(self._free_pages)

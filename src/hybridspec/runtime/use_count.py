@@ -1,4 +1,4 @@
-"""How many owners a storage has, and what that count reads when nobody uses the storage.
+"""How many owners a storage has, and what that count reads when the storage is unused.
 
 Every tensor, whatever view of whatever view it is, owns its storage in C++; so does a saved tensor
 of autograd, a DLPack capsule or a NumPy array (through the tensor it holds). A Python handle

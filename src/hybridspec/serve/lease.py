@@ -16,7 +16,7 @@ from hybridspec.serve.gateway import ReplicaLost
 __all__ = ["Leased", "Leases", "ReplicaClient"]
 
 _HEADER = b"x-hybridspec-lease"
-_UNUSED_S = 30.0  # after which a lease that nobody used ends
+_UNUSED_S = 30.0  # after which an unused lease ends
 # Of one connection only; uvicorn writes `date` itself.
 _OWN_HEADERS = {
     b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"te", b"trailer",

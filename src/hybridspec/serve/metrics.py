@@ -173,7 +173,7 @@ def _engine_metrics(counters: Counters, labels: Mapping[str, str]) -> list[Metri
     totals: dict[str, tuple[str, float]] = {
         "prompt_tokens": ("Prompt tokens processed.", counters.prompt_tokens),
         "generation_tokens": ("Tokens generated.", counters.generated_tokens),
-        "num_preemptions": ("Requests set back for want of pages.", counters.num_preemptions),
+        "num_preemptions": ("Requests preempted for want of pages.", counters.num_preemptions),
         "prefix_cache_queries": ("Prompt tokens looked up for reuse.", counters.prefix_queries),
         "prefix_cache_hits": ("Prompt tokens that were reused.", counters.prefix_hits),
         "spec_decode_num_drafts": ("Verify steps that had drafts.", counters.draft_steps),

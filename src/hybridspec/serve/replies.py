@@ -55,7 +55,7 @@ class Head:
 
 
 def check_error(output: CompletionOutput | None) -> None:
-    """Raise what the client is told where the model gave no numbers."""
+    """Raise what the client is told where the logits held NaN."""
     if output is not None and output.error is not None:
         raise ApiError(500, output.error, code="model_error")
 

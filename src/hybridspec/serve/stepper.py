@@ -30,7 +30,7 @@ class Stream:
     Attributes:
         requests: the first continuation of each prompt.
         submitted_at: when they were, by `time.perf_counter`.
-        is_gone: whether nobody reads it any more.
+        is_gone: whether its client has gone.
     """
 
     def __init__(self, stepper: Stepper, requests: Sequence[Request]) -> None:
@@ -94,7 +94,7 @@ class Stepper:
     """Steps the engine in a thread of its own while there is work.
 
     Args:
-        llm: the engine, used by nobody else.
+        llm: the engine, which nothing else may use.
         loop: where outputs go.
         max_requests: most continuations that run or wait.
         on_steps: told in the thread what each engine step brought, for statistics.

@@ -100,7 +100,7 @@ async def or_disconnect(request: Request, work: Awaitable[Result]) -> Result | N
     """Wait for work, which is cancelled if the client goes away.
 
     Returns:
-        Its result, or None where nobody waits for it any more.
+        Its result, or None where no caller waits for it any more.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(until_gone(request.receive))

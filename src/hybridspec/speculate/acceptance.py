@@ -1,8 +1,9 @@
-"""What is known of drafts: how often they stand, and how sure the drafter has been lately.
+"""What is known of drafts: how often they are accepted, and how sure the drafter was lately.
 
-Two things are learnt apart. How often a draft of some confidence stands, by position, changes
-slowly. How confident the drafts are changes with the text, and needs no verification to be seen.
-Everything is a small tensor on the CPU: a loop over the requests of a step would hold up the next.
+Two things are learnt apart. How often a draft of some confidence is accepted, by position,
+changes slowly. How confident the drafts are changes with the text, and is seen without
+verification. Everything is a small tensor on the CPU: a loop over the requests of a step would hold
+up the next.
 """
 
 from __future__ import annotations
@@ -138,6 +139,6 @@ class AcceptanceModel:
 
 
 def _bins(confidences: Tensor) -> Tensor:
-    """Bin of each confidence, int64; what is no number is in the first one."""
+    """Bin of each confidence, int64; NaN is in the first one."""
     safe = torch.where(confidences > 0, confidences, 0.0)
     return (safe * NUM_BINS).long().clamp(max=NUM_BINS - 1)

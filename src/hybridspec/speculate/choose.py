@@ -33,7 +33,7 @@ def choose_tokens(
     Args:
         decoder: the table of requests and their parameters; in.
         logits: raw scores, [N, vocab], fp32; in, scratch.
-        slots: slot of each row, -1 = nobody's, [N] int32; in.
+        slots: slot of each row, -1 = padding, [N] int32; in.
         offsets: drafts between the newest token and the token to choose, [N] int32; in.
         asks: what the rows may need.
         seq_len: position of the newest token of each slot, [S] int32; in.

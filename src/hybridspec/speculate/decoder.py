@@ -47,7 +47,7 @@ class Outcome:
 
     Attributes:
         result: tokens, counts, folds and ends of each request of the batch.
-        report: log-probabilities of the rows' tokens, None if nobody asked.
+        report: log-probabilities of the rows' tokens, None unless requested.
         confidences: of the drafts that each request had, verified or not, 0 where it had none,
             [B, k] fp32; None where nothing is learnt of them.
     """
@@ -89,7 +89,7 @@ class Decoder:
         requests: newest tokens, drafts and limits of all slots.
         sampling: how each slot's tokens are chosen.
         drafter: proposes tokens.
-        forced: replaces which drafts stand; None: those that are right.
+        forced: decides which drafts are accepted; None: those that are right.
         is_row_by_row: whether every row to verify is a forward pass of its own.
         calibration: acceptance of drafts by position and confidence, [k, M] fp32, by which rows are
             chosen and which follows what steps report; None: the drafter's own confidences are

@@ -174,7 +174,7 @@ def _single_rows(slots: Tensor) -> Step:
 
 
 def _at_cursor(step: Step, slots: Tensor, cursor: Tensor) -> Step:
-    """Put the row of each request at its cursor; -1 is nobody's."""
+    """Put the row of each request at its cursor; -1 is padding."""
     if slots.is_cuda:
         position = torch.where(slots >= 0, cursor.index_select(0, slots.clamp(min=0)), 0)
     else:
@@ -188,7 +188,7 @@ class Draft:
 
     Attributes:
         tokens: proposed tokens, in order.
-        confidences: the drafter's probability of each; may be empty if nobody asked.
+        confidences: the drafter's probability of each; may be empty unless requested.
     """
 
     tokens: list[int]

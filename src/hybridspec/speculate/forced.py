@@ -1,8 +1,8 @@
-"""Acceptance by force, to measure a rate of acceptance that weights at hand do not have.
+"""Forced acceptance, to measure a rate of acceptance that the weights at hand do not have.
 
-Every part of a step runs; only which drafts stand, and the drafter's confidences, come from here.
-What such a run writes is synthetic. It is made of few operators, so that steps cost what they cost
-without it.
+Every part of a step runs; only which drafts are accepted, and the drafter's confidences, come from
+here. The output of such a run is synthetic. Few operators are added, so that steps cost what they
+cost without it.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class StepPlan:
         rows: most rows that it verifies.
         drafts: drafts that it proposes for each request, at its end.
         depth: drafts that the step before it proposed.
-        expected_tokens: tokens that it should commit over all requests; None: nobody estimated.
+        expected_tokens: tokens that it should commit over all requests; None: not estimated.
         expected_s: seconds that it should take.
         is_probe: whether it is there to find out.
         is_captured: whether it has the sizes of a captured step, so that its time tells of them.
@@ -52,7 +52,7 @@ class StepPlan:
 
     @property
     def expected_per_request(self) -> float | None:
-        """Tokens that a request should commit; None: nobody estimated."""
+        """Tokens that a request should commit; None: not estimated."""
         tokens = self.expected_tokens
         return None if tokens is None else tokens / self.num_requests
 
@@ -67,7 +67,7 @@ class StepSeen:
         outcomes: of each request, tokens committed, drafts that were right, and rows, 0 where it
             had none, [B, 3] int32 on the CPU.
         confidences: of the drafts that each request had, 0 where it had none, [B, k] fp32 on the
-            CPU; None where nobody asked.
+            CPU; None unless requested.
     """
 
     committed: int

@@ -19,7 +19,7 @@ _RELEASE = "0.33."
 
 
 def register() -> None:
-    """Replace vLLM's GDN layer, if somebody asked for it; a second call does nothing.
+    """Replace vLLM's GDN layer, if that was asked for; a second call does nothing.
 
     vLLM calls this in every process. It does so for each plug-in that is installed, unless its
     variable VLLM_PLUGINS names those to load.

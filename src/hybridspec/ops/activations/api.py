@@ -26,7 +26,7 @@ def swiglu(gate_up: Tensor, *, out: Tensor | None = None, backend: str = "auto")
 
     Raises:
         TypeError: for a dtype that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call.
+        UnsupportedError: if the requested backend does not support the call.
         ValueError: for a wrong shape, stride or backend.
 
     Numerics:

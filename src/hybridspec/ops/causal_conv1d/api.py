@@ -47,7 +47,7 @@ def verify(
 
     Raises:
         TypeError: for a dtype or an option of a kind that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
+        UnsupportedError: if the requested backend does not support the call; the message says why.
         ValueError: for a wrong shape, stride, ring capacity, activation or backend, or (reference)
             more rows in a request than `max_verify_tokens`.
 

@@ -47,7 +47,7 @@ def mix(
 
     Raises:
         TypeError: for a dtype that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call.
+        UnsupportedError: if the requested backend does not support the call.
         ValueError: for a wrong shape, stride, number or backend.
 
     Numerics:

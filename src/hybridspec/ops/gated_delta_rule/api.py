@@ -67,7 +67,7 @@ def prefill(
 
     Raises:
         TypeError: for a dtype or an option of a kind that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
+        UnsupportedError: if the requested backend does not support the call; the message says why.
         ValueError: for a wrong shape, stride, device, option or backend, or (reference) a slot
             with live rows or one that occurs twice, or more rows in a request than `max_seqlen`.
 
@@ -140,7 +140,7 @@ def verify(
 
     Raises:
         TypeError: for a dtype or an option of a kind that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
+        UnsupportedError: if the requested backend does not support the call; the message says why.
         ValueError: for a wrong shape, stride, device, ring capacity, option or backend, or
             (reference) a slot that occurs twice, or more rows in a request than
             `max_verify_tokens`.
@@ -191,7 +191,7 @@ def fold(
 
     Raises:
         TypeError: for a dtype that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
+        UnsupportedError: if the requested backend does not support the call; the message says why.
         ValueError: for a wrong shape, stride, device, ring or backend, or (reference) a slot that
             would be written twice.
 

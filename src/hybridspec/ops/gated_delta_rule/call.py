@@ -76,7 +76,7 @@ class FoldingBatch(NamedTuple):
         slots: slot of each request, padding if at most `padding`, [B]; None: request b has slot b.
         is_fold: requests that fold, [B]; or slots that do, [S]; None: see `fold_threshold`.
         max_rows: most rows of one request.
-        fold_threshold: fewest live rows of a request that folds; None: nobody folds but `is_fold`.
+        fold_threshold: fewest live rows of a request that folds; None: only `is_fold` decides.
         keeps_padding: whether outputs of requests without a slot stay as they are, not zeroed.
         padding: largest number that is no slot, at least -1.
         is_fold_by_slot: whether `is_fold` says it of slots.

@@ -53,7 +53,7 @@ def decode(
 
     Raises:
         TypeError: for a dtype or an option of a kind that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
+        UnsupportedError: if the requested backend does not support the call; the message says why.
         ValueError: for a wrong shape, stride, device, option or backend, or (reference) a slot that
             occurs twice.
 

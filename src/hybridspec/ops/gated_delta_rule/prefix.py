@@ -79,7 +79,7 @@ def materialize_rows(
 
     Raises:
         TypeError: for a dtype that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
+        UnsupportedError: if the requested backend does not support the call; the message says why.
         ValueError: for a wrong shape, stride, ring, option or backend.
 
     Numerics:

@@ -57,7 +57,7 @@ def verify_rows(
         slots: slot of each request, padding if at most `padding`, no slot twice, [B], int32; None:
             request b has slot b; in.
         max_window: most live rows (W).
-        fold_threshold: fewest live rows of a request that folds; None: nobody folds.
+        fold_threshold: fewest live rows of a request that folds; None: none folds.
         scale: factor of the outputs; None is K^-0.5.
         use_qk_l2norm: whether q and k are first scaled to length one per head.
         beta_scale: 2 lets the state have negative eigenvalues.
@@ -74,7 +74,7 @@ def verify_rows(
 
     Raises:
         TypeError: for a dtype that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
+        UnsupportedError: if the requested backend does not support the call; the message says why.
         ValueError: for a wrong shape, stride, ring capacity, option or backend.
 
     Numerics:

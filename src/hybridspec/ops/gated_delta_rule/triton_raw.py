@@ -151,7 +151,7 @@ def verify_raw_kernel(
     # output [N, HV, V]
     out_ptr,
     # metadata: cursors [S] (BY_ROW: [B]); cu_seqlens [B + 1]; slots [B]; is_fold [B]
-    # None: T rows each; slot b; nobody folds, or windows of at least fold_threshold
+    # None: T rows each; slot b; none folds, or windows of at least fold_threshold
     ring_start_ptr, history_len_ptr, cu_seqlens_ptr, slots_ptr, is_fold_ptr,
     fold_threshold, rows_per_request, num_rows, num_requests, scale, beta_scale,
     # strides of all dimensions but the last, which are 1; gates: those of a and b

@@ -245,7 +245,7 @@ def verify_kernel(
     # output [N, HV, V]
     out_ptr,
     # metadata: cursors [S] (BY_ROW: [B]); cu_seqlens [B + 1]; slots [B]; is_fold [B] or [S]
-    # None: ring_start 0; T rows each; slot b; nobody folds, or windows of at least fold_threshold;
+    # None: ring_start 0; T rows each; slot b; none folds, or windows of at least fold_threshold;
     # rand_seed [1], or None: folds are rounded to nearest
     ring_start_ptr, history_len_ptr, cu_seqlens_ptr, slots_ptr, is_fold_ptr, rand_seed_ptr,
     fold_threshold, rows_per_request, num_rows, num_requests, scale, beta_scale, padding,

@@ -36,7 +36,7 @@ def look_up(
         token_pages: the log of tokens, [P, page_size], int32; in.
         page_table: [S, pages], int32; in.
         seq_len: position of each slot's newest token, which is in the log, [S], int32; in.
-        slots: [B], int32, -1 = nobody; in.
+        slots: [B], int32, -1 = padding; in.
         count: k, drafts to return for each request.
         num_tokens: how many tokens must agree for a place to count.
         max_places: places to compare.

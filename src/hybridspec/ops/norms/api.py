@@ -31,7 +31,7 @@ def rms_norm(
 
     Raises:
         TypeError: for a dtype that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call.
+        UnsupportedError: if the requested backend does not support the call.
         ValueError: for a wrong shape, stride or backend.
 
     Numerics:

@@ -63,8 +63,8 @@ def verify(
 
     Raises:
         TypeError: for a dtype or an option of a kind that is not supported.
-        UnsupportedError: for a head size that is not supported, or if the backend asked for cannot
-            serve the call; the message says why.
+        UnsupportedError: for a head size that is not supported, or if the requested
+            backend does not support the call; the message says why.
         ValueError: for a wrong shape, stride or backend, or (reference) more rows in a request
             than `max_verify_tokens`, more positions than the page table holds, or a live entry of
             the page table that is no page.

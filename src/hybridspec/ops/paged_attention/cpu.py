@@ -28,7 +28,7 @@ def verify(rows: Written[Rows], pages: Lasting[Written[Pages]], batch: Batch) ->
     requests = live_requests(
         batch, pages.seq_len, num_rows=q.shape[0], max_name="max_verify_tokens"
     )
-    _zero_rows_of_nobody(out, requests)
+    _zero_padding_rows(out, requests)
     num_heads = rows.k.shape[1]
     for request in requests:
         keys, values = _append_and_read(rows, pages, request)
@@ -40,7 +40,7 @@ def prefill(rows: Written[Rows], pages: Written[Pages], batch: Batch) -> None:
     """Append the rows, then attend in blocks of queries; see `api.prefill`."""
     q, out, scale = rows.q, rows.out, rows.score_scale()
     requests = live_requests(batch, pages.seq_len, num_rows=q.shape[0], max_name="max_seqlen")
-    _zero_rows_of_nobody(out, requests)
+    _zero_padding_rows(out, requests)
     num_heads = rows.k.shape[1]
     for request in requests:
         keys, values = _append_and_read(rows, pages, request)
@@ -157,6 +157,6 @@ def _by_group(rows: Tensor, num_heads: int) -> Tensor:
     return rows.view(num_rows, num_heads, -1, head_dim).permute(1, 2, 0, 3)
 
 
-def _zero_rows_of_nobody(out: Tensor, requests: list[Request]) -> None:
+def _zero_padding_rows(out: Tensor, requests: list[Request]) -> None:
     if sum(request.stop - request.start for request in requests) != out.shape[0]:
         out.zero_()

@@ -36,7 +36,7 @@ def multiply(
 
     Raises:
         TypeError: for a dtype that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call.
+        UnsupportedError: if the requested backend does not support the call.
         ValueError: for a wrong shape, stride, device or backend.
 
     Numerics:

@@ -18,7 +18,7 @@ def explain_order(weight: Tensor) -> str | None:
     """Multiply random rows by a weight with all tiles there are; say what differs, or return None.
 
     Tiles of few and of many rows use different matrix instructions. On Hopper these were seen to
-    add up alike, which nobody promises, so it is looked at where the weights lie.
+    add up alike, which no vendor promises, so it is checked on the device of the weights.
 
     Args:
         weight: [F, D], whose shape and dtype matter; in.

@@ -77,7 +77,7 @@ def commit(
 
     Raises:
         TypeError: for a wrong dtype.
-        UnsupportedError: if the backend asked for cannot serve the call; the message says why.
+        UnsupportedError: if the requested backend does not support the call; the message says why.
         ValueError: for a wrong shape, stride, capacity or backend.
 
     Numerics:

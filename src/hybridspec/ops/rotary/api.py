@@ -39,7 +39,7 @@ def norm_and_rotate(
 
     Raises:
         TypeError: for a dtype that is not supported.
-        UnsupportedError: if the backend asked for cannot serve the call.
+        UnsupportedError: if the requested backend does not support the call.
         ValueError: for a wrong shape, stride or backend.
 
     Numerics:
