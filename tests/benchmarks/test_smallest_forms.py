@@ -123,7 +123,7 @@ ON_A_GPU: dict[str, list] = {
 }
 MANY_REQUESTS = ["--requests", 3, "--verify-rows", 6, "--draft-tokens", 2, "--max-tokens", 6]
 # Run by the script of the same name, by tests/tools, or below.
-ELSEWHERE = {"dynamic_verify.py", "gdn_8bit_model.py", "plots.py"}
+ELSEWHERE = {"dynamic_verify.py", "gdn_8bit_model.py", "gdn_replayssm.py", "plots.py"}
 # What the others import.
 SHARED = {
     "geometries.py",
@@ -174,6 +174,37 @@ def test_dynamic_verification(device: str, monkeypatch: pytest.MonkeyPatch) -> N
     result = last_line(output)
     assert result["device"].partition(":")[0] == device
     assert list(result["variants"]) == ["plain", "every draft", "chosen drafts"]
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_a_peer_that_differs_is_not_timed(
+    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer is this library's own functions, in a package where the fork has its kernels."""
+    folder = tmp_path / "vllm/model_executor/layers/fla/ops"
+    folder.mkdir(parents=True)
+    names = {
+        "gdn_replayssm_spec_decode": "gdn_replayssm_spec_decode",
+        "fused_recurrent_replayssm": "fused_recurrent_gated_delta_rule_replayssm",
+    }
+    for module, name in names.items():
+        (folder / f"{module}.py").write_text(
+            "from hybridspec.compat import vllm as ours\n"
+            f"def {name}(out, **rest):\n"
+            f"    ours.{name}(out=out, **rest)\n"
+            f"    out.mul_({factor})\n"
+        )
+    with monkeypatch.context() as patch:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+            patch.delitem(sys.modules, name)
+        words = ["--peer", tmp_path, "--batch", 2, "--share", 0, 0.5, "--iters", 1]
+        if factor == 1.0:
+            run_here("benchmarks/gdn_replayssm.py", *words)
+        else:
+            with pytest.raises(AssertionError, match="ReplaySSM: out wrong by"):
+                run_here("benchmarks/gdn_replayssm.py", *words)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+            del sys.modules[name]
 
 
 def test_every_plot_is_drawn(tmp_path: Path) -> None:
