@@ -194,7 +194,8 @@ def test_a_model_of_nan() -> None:
 def test_usage_along_the_way() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     stream = ScriptedStream([*b"abc", END], [1, 1], SamplingParams())
-    chunks = streamed(stream, ChatPlan("p"), chat_body(stream_options=options, speculation=True))
+    body = chat_body(stream_options=options, return_speculation=True)
+    chunks = streamed(stream, ChatPlan("p"), body)
     assert all(chunk["usage"]["prompt_tokens"] == 2 for chunk in chunks)
     assert chunks[-1]["choices"] == []
     pieces = [

@@ -204,7 +204,7 @@ def test_a_conversation_with_calls(client: openai.OpenAI) -> None:
 
 def test_what_was_drafted_is_told_where_asked(client: openai.OpenAI, offline: LLM) -> None:
     [output] = expected(offline)
-    asked = {"speculation": True}
+    asked = {"return_speculation": True}
     whole = client.completions.create(prompt=PROMPT, extra_body=asked, **GREEDY)
     counts = whole.usage.speculation
     assert counts["committed_tokens"] == 19

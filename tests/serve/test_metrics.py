@@ -40,7 +40,7 @@ def test_they_count_what_happened(running: Running) -> None:
     client = running.client()
     options = {"model": "small", "temperature": 0, "max_tokens": 40}
     before = values(running)
-    asked = {"speculation": True}
+    asked = {"return_speculation": True}
     answer = client.completions.create(prompt="import os\n", n=2, extra_body=asked, **options)
     after = values(running)
     grown = {name: after[name] - before.get(name, 0) for name in after}

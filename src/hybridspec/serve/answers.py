@@ -65,7 +65,7 @@ class _Guard:
         self.stream, self.head = stream, head
         self.has_usage = options is not None and options.include_usage
         self.is_continuous = options is not None and options.continuous_usage_stats
-        self.has_speculation = body.speculation
+        self.has_speculation = body.return_speculation
 
     def usage(self) -> dict[str, Any]:
         return usage_of(self.stream.requests, has_speculation=self.has_speculation)
@@ -132,7 +132,7 @@ async def answer_completion(
             if body.return_token_ids:
                 choice |= {"token_ids": token_ids, "prompt_token_ids": result.prompt_token_ids}
             choices.append(choice)
-    usage = usage_of(stream.requests, has_speculation=body.speculation)
+    usage = usage_of(stream.requests, has_speculation=body.return_speculation)
     return head.body(choices, usage=usage)
 
 
@@ -186,7 +186,7 @@ def stream_completion(
                 }
                 if body.return_token_ids:
                     choice["token_ids"] = token_ids
-                if body.speculation:
+                if body.return_speculation:
                     choice["speculation"] = marks.setdefault(index, Marks(tokenizer)).of(step)
                 yield guard.chunk(choice)
 
@@ -222,7 +222,7 @@ async def answer_chat(
         if body.return_token_ids:
             choice["token_ids"] = output.token_ids
         choices.append(choice)
-    usage = usage_of(stream.requests, has_speculation=body.speculation)
+    usage = usage_of(stream.requests, has_speculation=body.return_speculation)
     more: dict[str, Any] = {"usage": usage}
     if body.prompt_logprobs is not None:
         more["prompt_logprobs"] = _prompt_reports(result.prompt_logprobs)
@@ -259,7 +259,7 @@ def stream_chat(
                     )
                 if body.return_token_ids:
                     extra["token_ids"] = step.token_ids
-                if body.speculation:
+                if body.return_speculation:
                     extra["speculation"] = marks.setdefault(index, Marks(tokenizer)).of(step)
                 if not deltas and (extra or step.finished):
                     deltas = [{}]

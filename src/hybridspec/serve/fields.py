@@ -122,7 +122,7 @@ class _Body(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    speculation: bool = False
+    return_speculation: bool = False
 
 
 class CompletionBody(_Body):
