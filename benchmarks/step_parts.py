@@ -65,7 +65,7 @@ def step_parts(
 ) -> dict[str, float]:
     """Split the wall time of a step into milliseconds by part; the sum is the wall time.
 
-    The graph of a running batch is replayed, with the profiler and without: what kernels leave of
+    The graphs of a running batch are replayed, with the profiler and without: what kernels leave of
     the time of a replay is "between kernels" (less than nothing where they overlap), what a replay
     leaves of the wall time is "host".
 
@@ -78,17 +78,20 @@ def step_parts(
     graphs = llm._engine.runner.graphs
     assert graphs is not None
     size = next(size for size in graphs.sizes if size >= len(prompts))
-    graph = graphs._graphs[size].graph
+
+    def replay() -> None:
+        for _ in range(_REPLAYS):
+            graphs.verify(size, graphs.budgets[size][-1])
+            graphs.draft(size, graphs.drafts[-1])
+
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    for _ in range(_REPLAYS):
-        graph.replay()
+    replay()
     end.record()
     torch.cuda.synchronize()
     replay_ms = begin.elapsed_time(end) / _REPLAYS
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(_REPLAYS):
-            graph.replay()
+        replay()
         torch.cuda.synchronize()
     parts: dict[str, float] = {}
     for event in profile.events():

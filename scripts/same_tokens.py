@@ -90,7 +90,7 @@ def compare(
                 draft_tokens=drafts,
                 max_model_len=512,
                 max_num_seqs=64,
-                memory_fraction=0.1,
+                memory_fraction=0.3,
             )
             tokens = generate(llm, prompts, args.max_tokens)
             gaps = [
