@@ -34,8 +34,16 @@ class Point:
         self.y = y
 
     def __eq__(self, other):
-"""
-OURS, PEER, SNAPSHOTS, LIMIT = "#0f9d7a", "#e08a1e", "#b0579b", "#808080"
+        """
+OURS, PEER, SNAPSHOTS, OTHER, LIMIT = "#0f9d7a", "#e08a1e", "#b0579b", "#4c86c6", "#797979"
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+ENGINE_MODES = {
+    "plain": ("plain decoding", LIMIT),
+    "fixed": ("3 drafts, ring", OURS),
+    "budget": ("3 drafts, ring, rows within a budget", OTHER),
+    "snapshots": ("3 drafts, state snapshots (composed)", SNAPSHOTS),
+    "transformers": ("transformers", PEER),
+}
 STYLE = {
     "axes.edgecolor": LIMIT,
     "axes.grid": True,
@@ -46,6 +54,7 @@ STYLE = {
     "axes.titlesize": 10,
     "font.size": 9,
     "grid.alpha": 0.25,
+    "grid.color": LIMIT,
     "legend.framealpha": 0,
     "legend.labelcolor": LIMIT,
     "savefig.transparent": True,
@@ -78,14 +87,17 @@ def gdn_verify() -> Any:
         floors = data["byte floor, us"][case]
         # Below 32 requests launches decide, not bytes: those points say nothing of the limit.
         shown = [i for i, count in enumerate(data["requests"]) if count >= 32]
-        for name, multiples in data[case].items():
-            times = [multiples[i] * data["state read, us"][i] / floors[i] for i in shown]
-            axes.plot(range(len(shown)), times, marker="o", color=colours[name], label=name)
+        for shift, (name, colour) in zip((-0.28, 0.0, 0.28), colours.items(), strict=True):
+            times = [data[case][name][i] * data["state read, us"][i] / floors[i] for i in shown]
+            places = [i + shift for i in range(len(shown))]
+            bars = axes.bar(places, times, width=0.26, color=colour, label=name)
+            axes.bar_label(bars, fmt="%.2f", padding=1, fontsize=8)
         axes.axhline(1, color=LIMIT, linestyle="--", label="bytes at 4.27 TB/s")
         axes.set_title(case)
+        axes.grid(visible=False, axis="x")
         ticks(axes, [data["requests"][i] for i in shown], "requests")
-    panels[0].set(ylabel="multiples of the byte floor", ylim=(0, None))
-    panels[1].legend(loc="center right")
+    panels[0].set(ylabel="multiples of the byte floor", ylim=(0, 8.8))
+    panels[1].legend(loc="upper center", ncols=2)
     return figure
 
 
@@ -107,6 +119,7 @@ def attention_verify() -> Any:
         )
     axes.axhline(4.27, color=LIMIT, linestyle="--", label="best read rate")
     axes.set(xscale="log", xlabel="megabytes a step", ylabel="TB/s", ylim=(0, None))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.legend(loc="lower right")
     return figure
 
@@ -141,15 +154,48 @@ def drift() -> Any:
     ):
         places = [i + shift for i in range(len(rows))]
         axes.bar(places, [row[key] for row in rows], width=0.38, color=colour, label=label)
-    ticks(axes, [row["mode"].replace("_", "\n") for row in rows], "")
-    axes.set(yscale="log", ylabel="relative error of the state")
+    labels = ["\n".join(SHORT[dtype] for dtype in row["dtypes"]) for row in rows]
+    ticks(axes, labels, "dtype of activations, state and ring, from top to bottom")
+    axes.grid(visible=False, axis="x")
+    axes.set(yscale="log", ylabel="relative error of the state", ylim=(None, 0.3))
     axes.legend()
     return figure
 
 
+def engine(rows: Sequence[dict[str, Any]]) -> Any:
+    """Tokens per second against requests, and over plain decoding's; None without a plain row."""
+    rates: dict[str, dict[int, float]] = {}
+    for row in rows:
+        rates.setdefault(row["mode"], {})[row["requests"]] = row["tokens_per_s"]
+    plain = rates.get("plain")
+    if not plain:
+        return None
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8, 3))
+    places = {count: i for i, count in enumerate(sorted(plain))}
+    for mode, (label, colour) in ENGINE_MODES.items():
+        rate = {count: rate for count, rate in rates.get(mode, {}).items() if count in plain}
+        if rate:
+            at = [places[count] for count in rate]
+            left.plot(at, list(rate.values()), marker="o", color=colour, label=label)
+            over = [value / plain[count] for count, value in rate.items()]
+            right.plot(at, over, marker="o", color=colour, label=label)
+    for axes in (left, right):
+        ticks(axes, list(places), "requests")
+    left.set(yscale="log", ylabel="tokens per second")
+    left.yaxis.set_major_formatter("{x:,.0f}")
+    right.set(ylabel="times plain decoding", ylim=(0, None))
+    right.legend(loc="lower left")
+    return figure
+
+
+def engine_throughput() -> Any:
+    """The same of the committed run."""
+    return engine(result("engine_throughput_h200.json").get("rows", ()))
+
+
 def write_trace(path: Path) -> None:
     """Write what `hybridspec generate --trace` prints in a terminal of 76 columns."""
-    words = ["generate", PROMPT, "--trace", "--max-tokens", "44"]
+    words = ["generate", PROMPT, "--trace", "--max-tokens", "66"]
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "76", "LINES": "40"}
     command = [sys.executable, "-m", "hybridspec", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -165,6 +211,7 @@ PLOTS: dict[str, Callable[[], Any]] = {
     "acceptance": acceptance,
     "attention_verify": attention_verify,
     "drift": drift,
+    "engine_throughput": engine_throughput,
     "gdn_verify": gdn_verify,
 }
 
@@ -176,6 +223,9 @@ def main() -> int:
     with matplotlib.rc_context(STYLE):
         for name, draw in PLOTS.items():
             figure = draw()
+            if figure is None:
+                print(f"{name}: no figures to draw")
+                continue
             figure.tight_layout()
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
             pyplot.close(figure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from pathlib import Path
 
@@ -214,6 +215,18 @@ def test_every_plot_is_drawn(tmp_path: Path) -> None:
     shown = {path.name for path in (ROOT / "docs/images").glob("*.svg")}
     assert drawn == shown - {"memory.svg"}
     assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir())
+
+
+def test_the_engines_plot_shows_the_modes_that_were_run() -> None:
+    engine = runpy.run_path(str(ROOT / "benchmarks/plots.py"))["engine"]
+    plain = [
+        {"mode": "plain", "requests": count, "tokens_per_s": 200.0 * count} for count in (1, 32)
+    ]
+    fixed = [{"mode": "fixed", "requests": 32, "tokens_per_s": 9600.0}]
+    figure = engine(plain + fixed)
+    lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[1].lines}
+    assert lines == {"plain decoding": [1.0, 1.0], "3 drafts, ring": [1.5]}
+    assert engine(fixed) is None
 
 
 SCRIPTS: dict[str, list] = {
