@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybridspec.cli.arguments import engine_options, parse
+from hybridspec.cli.usage import UsageError
 from hybridspec.config import EngineConfig
 
 
@@ -39,6 +40,17 @@ def test_replicas_need_their_extra() -> None:
     assert refused.stderr == (
         "hybridspec: error: ray is not installed: pip install 'hybridspec[cluster]'\n"
     )
+
+
+def test_the_model_may_be_a_word() -> None:
+    """As in `vllm serve MODEL --gpu-memory-utilization F`."""
+    words = ["serve", "some/model", "--port", "0", "--gpu-memory-utilization", "0.5"]
+    arguments = parse(words)
+    assert (arguments.model, arguments.memory_fraction) == ("some/model", 0.5)
+    assert parse(["info", "some/model"]).model == "some/model"
+    assert parse(["info"]).model is None
+    with pytest.raises(UsageError, match="MODEL and --model: give one of them"):
+        parse(["serve", "some/model", "--model", "other/model"])
 
 
 def test_every_option_of_an_engine_has_a_flag() -> None:

@@ -35,6 +35,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             raise UsageError(f"{flag_of(name)}: expected a positive number, got {value}")
     if arguments.command in WITHOUT_MODEL:
         return arguments
+    _settle_model(arguments)
     _refuse_contradictions(arguments)
     _settle_drafts(arguments)
     _settle_acceptance(arguments)
@@ -45,6 +46,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             if getattr(arguments, name) not in (None, []):
                 raise UsageError(f"{flag_of(name).removesuffix('s')}: needs --chat")
     return arguments
+
+
+def _settle_model(arguments: argparse.Namespace) -> None:
+    """Take the model from the word of commands that have one."""
+    word = vars(arguments).pop("model_word", None)
+    if word is not None and arguments.model is not None:
+        raise UsageError("MODEL and --model: give one of them")
+    arguments.model = arguments.model if word is None else word
 
 
 def _settle_prompts(arguments: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ from hybridspec.config import (
     EngineConfig,
 )
 
-__all__ = ["add_model_flags", "add_speculation_flags", "flag_of"]
+__all__ = ["add_model_flags", "add_model_word", "add_speculation_flags", "flag_of"]
 
 
 def flag_of(name: str) -> str:
@@ -60,6 +60,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add_engine(group)
     _add_prefixes(group)
+
+
+def add_model_word(parser: argparse.ArgumentParser) -> None:
+    """Let the model be the command's one word, as it is in `vllm serve`."""
+    parser.add_argument("model_word", nargs="?", metavar="MODEL", help="the same as --model")
 
 
 def _add_engine(group: Any) -> None:
@@ -108,6 +113,7 @@ def _add_engine(group: Any) -> None:
     )
     group.add_argument(
         "--memory-fraction",
+        "--gpu-memory-utilization",
         type=float,
         default=defaults["memory_fraction"],
         metavar="F",

@@ -9,7 +9,12 @@ from typing import Any, NoReturn
 
 import hybridspec
 from hybridspec.bundled import PROMPT_KINDS
-from hybridspec.cli.engine_flags import add_model_flags, add_speculation_flags, flag_of
+from hybridspec.cli.engine_flags import (
+    add_model_flags,
+    add_model_word,
+    add_speculation_flags,
+    flag_of,
+)
 from hybridspec.cli.serve_flags import BENCH_SERVE, SERVE, add_bench_flags, add_serve_flags
 from hybridspec.cli.usage import UsageError
 from hybridspec.config import SamplingParams
@@ -189,9 +194,9 @@ def build_parser() -> argparse.ArgumentParser:
     for name, summary, description, add_flags, words in (
         ("generate", "continue a prompt", _GENERATE, _add_generate, "[PROMPT] "),
         ("compare", "plain against speculative decoding", _COMPARE, _add_compare, "[PROMPT ...] "),
-        ("info", "geometry, backends and memory of a model", _INFO, _add_info, ""),
+        ("info", "geometry, backends and memory of a model", _INFO, _add_info, "[MODEL] "),
         ("doctor", "what of this machine is used, what is missing", _DOCTOR, _add_doctor, ""),
-        ("serve", "a server with OpenAI's interface", SERVE, _add_serve, ""),
+        ("serve", "a server with OpenAI's interface", SERVE, _add_serve, "[MODEL] "),
         ("bench-serve", "load on a server", BENCH_SERVE, add_bench_flags, "[PROMPT ...] "),
     ):
         command = commands.add_parser(
@@ -275,6 +280,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
+    add_model_word(parser)
     _add_json(parser.add_argument_group("output"), "the same facts")
     add_speculation_flags(parser, is_optional=True)
 
@@ -284,5 +290,6 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
+    add_model_word(parser)
     add_serve_flags(parser)
     add_speculation_flags(parser, is_optional=True)
