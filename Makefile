@@ -25,7 +25,7 @@ GPU_PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONPATH=src:tests$${PYTHONPATH:
 
 help:
 	@echo 'make demo       generate with the bundled model, then compare with plain decoding'
-	@echo 'make test       linters and tests, at most 10 minutes on 2 cores'
+	@echo 'make test       linters and tests, about 10 minutes on 2 cores; TESTS=paths runs a part'
 	@echo 'make test-full  linters and all tests that need no GPU; writes tests/results/test-full.txt'
 	@echo 'make test-gpu   tests on a GPU with PYTHON as it is; SHARD=paths runs a part'
 	@echo 'make test-vllm, make test-sglang'
@@ -52,14 +52,14 @@ help:
 	@touch $@
 
 demo: .venv/.ready-engine
-	@$(BIN)/hybridspec generate --max-tokens 200
+	@$(BIN)/hybridspec generate "class Queue:" --max-tokens 100
 	@echo
 	@$(BIN)/hybridspec compare --num-prompts 4 --max-tokens 64
 
 test: .venv/.ready-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(PYTEST) -m 'not gpu and not slow and not browser'
+	@$(PYTEST) -m 'not gpu and not slow and not browser' $(TESTS)
 
 test-full: lint
 	@mkdir -p tests/results

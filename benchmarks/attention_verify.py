@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from harness import BEST_READ_RATE, Variant, environment, read_pool, time_interleaved
+from harness import BEST_READ_RATE, Variant, environment, need_gpu, read_pool, time_interleaved
 from hybridspec.ops.paged_attention import Batch, Pages, Rows, launch, verify
 
 PAGE_SIZES = (16, 128)
@@ -312,6 +312,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
+    need_gpu()
     rows: list[dict] = []
     settings = [*ROWS, *random_settings(options.random, options.seed)][: options.limit]
     compile_all(settings, options.jobs)

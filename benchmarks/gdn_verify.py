@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from harness import BEST_READ_RATE, Variant, environment, read_pool, time_interleaved
+from harness import BEST_READ_RATE, Variant, environment, need_gpu, read_pool, time_interleaved
 from hybridspec.compat import flashinfer as compat
 from hybridspec.ops import gated_delta_rule
 from hybridspec.ops import ring as ring_ops
@@ -366,6 +366,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
+    need_gpu()
     settings = default_settings()
     if options.batch:
         settings = [

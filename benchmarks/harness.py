@@ -7,13 +7,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:
+    raise SystemExit("needs Triton: pip install -e '.[triton]'") from None
 
 from measured_commit import measured_commit
 from spread import median_and_fifths
 
-__all__ = ["BEST_READ_RATE", "Timing", "Variant", "environment", "read_pool", "time_interleaved"]
+__all__ = [
+    "BEST_READ_RATE",
+    "Timing",
+    "Variant",
+    "environment",
+    "need_gpu",
+    "read_pool",
+    "time_interleaved",
+]
 
 # Bytes per second; the best read rate seen on an H200.
 BEST_READ_RATE = 4.27e12
@@ -86,6 +98,12 @@ def time_interleaved(variants: list[Variant], iterations: int) -> dict[str, Timi
             torch.cuda.synchronize()
             times[variant.name].append(1e3 * begin.elapsed_time(end))
     return {name: Timing.of(values) for name, values in times.items()}
+
+
+def need_gpu() -> None:
+    """End the script with one line where there is nothing to measure on."""
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA device, torch finds none")
 
 
 def environment() -> dict[str, str]:
