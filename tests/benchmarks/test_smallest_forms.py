@@ -269,11 +269,36 @@ def test_scripts(
         run_here(f"scripts/{name}", *SCRIPTS[name], "--device", device, flag, file)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bits_of_whole_engines(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What plain decoding gave is kept; a logit or a state that has other bits is found."""
+    kept = tmp_path / "kept.json"
+    words = ["--device", device, "--requests", 3, "--max-tokens", 30, "--longest", 70]
+    words += ["--chunk", 64, "--drafts", 2, "--state-dtypes", "bfloat16", "--kept", kept]
+    run_here("scripts/same_bits.py", *words, "--only-plain")
+    right = json.loads(kept.read_text())
+    capsys.readouterr()
+    run_here("scripts/same_bits.py", *words, "--part", 2, "--parts", 4)
+    result = last_line(capsys.readouterr().out)
+    assert result["logits"] > 100 and result["states"] > 2
+    assert result["differing"] == result["differing_states"] == 0
+    assert result["rows"][-1]["setting"] == "control: fast" and result["rows"][-1]["differing"] > 0
+    right["bfloat16"]["logits"][1][0] ^= 1
+    right["bfloat16"]["states"][2][-1] ^= 1
+    kept.write_text(json.dumps(right))
+    with pytest.raises(AssertionError):
+        run_here("scripts/same_bits.py", *words, "--part", 6, "--parts", 7)
+    result = last_line(capsys.readouterr().out)
+    assert result["differing"] == result["differing_states"] == 1
+
+
 def test_none_is_left_out() -> None:
     listed = {*ON_A_CPU, *ON_A_GPU, *ELSEWHERE, *SHARED}
     assert listed == {path.name for path in (ROOT / "benchmarks").glob("*.py")}
     scripts = {path.name for path in (ROOT / "scripts").glob("*.*")}
-    assert scripts == {"dynamic_verify.sh", *SCRIPTS}
+    assert scripts == {"dynamic_verify.sh", "same_bits.py", "digests.py", *SCRIPTS}
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
