@@ -94,7 +94,7 @@ def check(device: str, drafts: int) -> None:
             draft_tokens=drafts,
             max_num_seqs=2,
             max_model_len=256,
-            memory_fraction=0.1,
+            memory_fraction=0.5,
         )
         told.append([one.outputs[0].token_ids for one in llm.generate(prompts, params)])
     if told[0] != told[1]:

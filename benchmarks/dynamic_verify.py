@@ -101,7 +101,7 @@ def main() -> int:
     summary: dict[str, dict[str, Any]] = {}
     num_ties = 0
     for name, chosen in variants(args).items():
-        llm = LLM("bundled", memory_fraction=0.1, **chosen)
+        llm = LLM("bundled", memory_fraction=0.5, **chosen)
         results = llm.generate(prompts, params)
         plain, expected = plain or llm, expected or results
         parted = [

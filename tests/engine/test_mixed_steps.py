@@ -43,6 +43,22 @@ def finish(engine: Engine) -> None:
         engine.step()
 
 
+def test_first_tokens_hold_up_nobody(tiny: TinyCheckpoint) -> None:
+    """What a step brought is told before what is launched behind it ends: a prompt's last chunk."""
+    engine = LLM(tiny.folder, draft_tokens=3, device="cpu")._engine
+    engine.run_ahead = 1
+    [other] = submit(engine, [5, 6, 7])
+    for _ in range(3):
+        engine.step()
+    [request] = submit(engine, [4] * 5)
+    before = other.num_generated
+    engine.step()
+    assert other.num_generated > before and request.num_generated == 0
+    assert [launch.requests for launch in engine.runner.launched] == [[request], [other, request]]
+    finish(engine)
+    assert len(request.token_ids) == 60
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_long_prompt_stops_nobody(
     tiny: TinyCheckpoint, chunks: list[list[tuple[int, int, int]]], late: int

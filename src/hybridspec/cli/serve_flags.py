@@ -104,6 +104,11 @@ def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run steps on a GPU operator by operator, without CUDA graphs",
     )
+    group.add_argument(
+        "--capture-prompts",
+        action=argparse.BooleanOptionalAction,
+        help="whether to capture forwards of prompt rows too (default: where they can be)",
+    )
 
 
 def _positive(text: str) -> float:

@@ -306,6 +306,7 @@ class Engine:
 
     def _run_step(self) -> None:
         scheduler, timed = self.scheduler, self.runner.counters.timed
+        self.runner.turn += 1
         self._take_in()
         with timed("admit"):
             scheduler.admit()
@@ -315,7 +316,7 @@ class Engine:
                 with timed("prefill"):
                     self.runner.prefill(chunks := scheduler.prefill_chunks())
                     scheduler.keep_prefixes(chunks)
-                self._collect(self.run_ahead)
+                self._collect(2 * self.run_ahead)  # the last turn's once this one's step runs
             if scheduler.running:
                 scheduler.grow(self.run_ahead + 1)
             if scheduler.running:
@@ -328,9 +329,9 @@ class Engine:
                 self.abort(request, _lost_to(error))
             raise
 
-    def _collect(self, most_launched: int) -> None:
+    def _collect(self, turns_kept: int) -> None:
         with self.runner.counters.timed("collect"):
-            self.runner.collect(most_launched)
+            self.runner.collect(turns_kept)
             self.scheduler.settle()
 
     def counters(self) -> Counters:

@@ -22,6 +22,7 @@ class Launch:
 
     Attributes:
         requests: the batch.
+        turn: of the engine, in which it was launched.
         admissions: of each request when the step was launched; a slot may be another's since.
         outcome: what the step found; of a device, its copy in host memory.
         plan: sizes of the step; None where these are first tokens.
@@ -32,6 +33,7 @@ class Launch:
     """
 
     requests: Sequence[Request]
+    turn: int
     admissions: Sequence[int]
     outcome: Outcome
     plan: StepPlan | None
@@ -46,6 +48,7 @@ class Launch:
         outcome: Outcome,
         started: float,
         *,
+        turn: int,
         plan: StepPlan | None = None,
         begun: torch.cuda.Event | float | None = None,
     ) -> Launch:
@@ -57,6 +60,7 @@ class Launch:
             copied.record()
         return cls(
             requests=requests,
+            turn=turn,
             admissions=[request.admission for request in requests],
             outcome=outcome,
             plan=plan,

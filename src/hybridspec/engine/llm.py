@@ -76,8 +76,8 @@ class LLM:
         max_num_batched_tokens: most prompt rows of a pass; None is 2,048 (CPU) or 8,192 (GPU).
         enable_prefix_caching, prefix_states: whether prompts reuse prefixes; most that are kept.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
-        capture_prompts: whether to capture forwards of prompt rows as well, in chunks of 512 rows;
-            not tried on a GPU yet.
+        capture_prompts: whether to capture forwards of prompt rows as well, in chunks of 256 rows;
+            None does where their kernels are there.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from: a folder, an id or "bundled".
         seed: source of the seeds of requests that name none, in order; None draws them.
@@ -119,7 +119,7 @@ class LLM:
         enable_prefix_caching: bool | None = None,
         prefix_states: int | None = None,
         enforce_eager: bool = False,
-        capture_prompts: bool = False,
+        capture_prompts: bool | None = None,
         revision: str | None = None,
         tokenizer: str | Path | None = None,
         seed: int | None = None,

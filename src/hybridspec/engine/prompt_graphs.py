@@ -2,8 +2,7 @@
 
 Launched operator by operator, a forward of some hundred rows takes the host five times as long as
 the device. What stands behind the trunk (first tokens, the draft head, cursors) is launched so:
-it is little. Requests and rows that a batch does not fill are padding. Tested without a GPU, by
-running again what a graph would replay; on one it has not run yet, so it is asked for by name.
+it is little. Requests and rows that a batch does not fill are padding.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["CAPTURED_CHUNK", "PromptGraphs", "capture_prompts", "most_requests"]
 
 _log = logging.getLogger("hybridspec")
 
-CAPTURED_CHUNK = 512  # most rows of one request
+CAPTURED_CHUNK = 256  # most rows of one request; more take an H200 as long a row
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096)
 _ROWS_PER_REQUEST = 32  # what the sizes are made for; each request costs the copy of its states
 
@@ -37,20 +36,31 @@ def most_requests(num_rows: int) -> int:
 
 
 def capture_prompts(decoder: Decoder, resolved: Resolved) -> PromptGraphs | None:
-    """Capture forwards if that was asked for, else return None.
+    """Capture forwards where that was asked for or nothing speaks against it, else return None.
 
     Raises:
-        UnsupportedError: if what prompts run through reads the batch on the host.
+        UnsupportedError: if it was asked for, and what prompts run through reads the batch on the
+            host.
     """
-    if not resolved.config.capture_prompts:
+    asked = resolved.config.capture_prompts
+    if asked is None:
+        asked = resolved.config.exact == "tokens" and not _reads_on_host(resolved)
+    elif asked and (reason := _reads_on_host(resolved)):
+        raise UnsupportedError(f"capture_prompts: {reason}")
+    if not asked:
         return None
-    for op in (PROMPT_RULE, PROMPT_ATTENTION):
-        name, reason = resolved.backends[op]
-        if name not in ("fla", "triton"):
-            raise UnsupportedError(f"capture_prompts: {op} runs through {name!r} here: {reason}")
     rows = resolved.config.max_num_batched_tokens
     assert rows is not None  # resolved
     return PromptGraphs(decoder, max_rows=rows)
+
+
+def _reads_on_host(resolved: Resolved) -> str:
+    """Say which operator of prompts reads the batch on the host, if one does."""
+    for op in (PROMPT_RULE, PROMPT_ATTENTION):
+        name, reason = resolved.backends[op]
+        if name not in ("fla", "triton"):
+            return f"{op} runs through {name!r} here: {reason}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

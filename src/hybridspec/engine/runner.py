@@ -67,6 +67,7 @@ class Runner:
         prompts: captured forwards of prompt rows; None runs them operator by operator.
         has_confidences: whether rows or sizes are chosen by the drafter's confidences.
         launched: steps whose outcome was not read yet, oldest first.
+        turn: number of the engine's present step, which can launch first tokens and a decode step.
         counters: told of every forward and of what it brought.
     """
 
@@ -87,6 +88,7 @@ class Runner:
         self.graphs = graphs
         self.prompts = prompts
         self.launched: deque[Launch] = deque()
+        self.turn = 0
         self.counters = Counters.create(decoder.requests.most_drafts)
         self._steps: dict[tuple[int, int], Step] = {}
         self._lanes: tuple[list[int], Tensor] = ([], torch.empty(0))
@@ -184,7 +186,8 @@ class Runner:
         )
         self._report_prompts(requests, hidden, lengths)
         if outcome is not None:
-            self.launched.append(Launch.of([requests[b] for b in complete], outcome, started))
+            firsts = [requests[b] for b in complete]
+            self.launched.append(Launch.of(firsts, outcome, started, turn=self.turn))
 
     def _report_prompts(
         self, requests: Sequence[Request], hidden: Tensor, lengths: Sequence[int]
@@ -221,7 +224,9 @@ class Runner:
             outcome = self.graphs.run(batch.slots, batch.asks, plan)
         if outcome is None:
             plan, outcome = self._run(batch.slots, batch.asks, plan)
-        self.launched.append(Launch.of(batch.requests, outcome, started, plan=plan, begun=begun))
+        self.launched.append(
+            Launch.of(batch.requests, outcome, started, turn=self.turn, plan=plan, begun=begun)
+        )
 
     def _batch(self, requests: Sequence[Request]) -> _Batch:
         """Describe a batch; most are the same as the one before."""
@@ -252,9 +257,9 @@ class Runner:
         )
         return replace(plan, rows=num_rows, is_captured=False), outcome
 
-    def collect(self, most_launched: int) -> None:
-        """Tell requests what their steps brought, until at most so many steps are unread."""
-        while len(self.launched) > most_launched:
+    def collect(self, turns_kept: int) -> None:
+        """Tell requests what their steps brought; those of so many last turns stay unread."""
+        while self.launched and self.launched[0].turn <= self.turn - turns_kept:
             launch = self.launched.popleft()
             seconds = launch.wait()
             elapsed = time.perf_counter() - launch.started

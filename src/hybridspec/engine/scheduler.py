@@ -196,8 +196,9 @@ class Scheduler:
             num_steps: steps that may run before the host knows what they brought.
         """
         most_drafts = self.runner.decoder.requests.most_drafts
-        # Each step can commit k + 1 tokens; behind the last one the drafter looks ahead.
-        ahead = num_steps * (most_drafts + 1) + most_drafts
+        # Each step can commit k + 1 tokens, and a prefill before them the first one; behind the
+        # last one the drafter looks ahead.
+        ahead = 1 + num_steps * (most_drafts + 1) + most_drafts
         short = [
             one for one in self.running
             if one.room < len(one.history) + ahead and one.room < one.max_tokens_in_logs
