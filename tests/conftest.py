@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import platform
 import subprocess
@@ -40,6 +41,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail("needs a CUDA device, torch finds none", pytrace=False)
 
 
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector thousands of tests that stay till the end."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Hand tests of interpreted kernels to the process for them."""
@@ -50,8 +57,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_sessionfinish() -> None:
-    """End that process."""
+    """End that process, and let the collector see everything again."""
     INTERPRETER.stop()
+    gc.unfreeze()
 
 
 @pytest.fixture
