@@ -13,7 +13,7 @@ from torch import Tensor
 
 from helpers.expert_cases import CASES, Case, MixCall, check_mix
 from helpers.tolerances import assert_same
-from helpers.triton_process import run_with_compiler
+from helpers.triton_process import CAPABILITIES, run_with_compiler
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops.experts import Matrices, cpu, grouped, mix
 
@@ -129,10 +129,11 @@ def test_compile() -> None:
         torch.testing.assert_close(compiled(call.x, call), layer(call.x, call))
 
 
-def test_compiled_kernels_spill_nothing() -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiled_kernels_spill_nothing(capability: str) -> None:
     script = Path(__file__).with_name("compile_kernels.py")
-    reports = json.loads(run_with_compiler(script, "80", "90", "100"))
-    assert len(reports) == 18
+    reports = json.loads(run_with_compiler(script, capability))
+    assert len(reports) == 6
     assert [report for report in reports if report["stack_bytes"] > 0] == []
     products = [
         report for report in reports if report["kernel"].endswith(("up_kernel", "n_kernel"))

@@ -1,4 +1,4 @@
-"""Compile every kernel for the capabilities that the arguments name, without a GPU.
+"""Compile every kernel for the capability that is named, without a GPU; `--few`: few variants.
 
 Prints registers, spills and shared memory as JSON.
 """
@@ -49,10 +49,10 @@ STRIDED |= {"ring_decay": 2, "out": 2}
 STRIDES = {f"{name}_strides": ("i32",) * count for name, count in STRIDED.items()}
 
 
-def verify_variants(capability: int):
+def verify_variants(capability: int, is_few: bool):
     """Yield constants, pointers and options of the verify kernel as `launch` would pick them."""
     shapes = [(mode, SHAPES[0]) for mode in MODES] + [(MODES[0], shape) for shape in SHAPES[1:]]
-    for (act, state, ring), (key_dim, value_dim, tokens) in shapes:
+    for (act, state, ring), (key_dim, value_dim, tokens) in shapes[:1] if is_few else shapes:
         operands = launch.EXACT
         if act != F32:
             operands = launch.Operands(act=act, state=state, ring=ring, precision="tf32")
@@ -103,11 +103,11 @@ def verify_variants(capability: int):
                 yield constants, pointers, {"num_warps": warps, "num_stages": config.num_stages}
 
 
-def small_variants():
+def small_variants(is_few: bool):
     """Yield the other kernels with their constants, pointers and warps."""
     heads = {"H": 2, "HV": 6, "K": 128, "V": 128}
     geometry = heads | {"RING": 32, "WINDOW": 16}
-    for state, ring in ((BF16, BF16), (F32, BF16), (F32, F32)):
+    for state, ring in ((F32, BF16), (BF16, BF16), (F32, F32))[: 1 if is_few else 3]:
         constants = geometry | {
             "BLOCK_K": 64,
             "BLOCK_V": 16,
@@ -150,9 +150,9 @@ def small_variants():
     yield conv_prefill.prefill_kernel, constants | {"ROWS": 16, "bias_ptr": None}, pointers, 4
 
 
-def ordered_variants():
+def ordered_variants(is_few: bool):
     """Yield the verify kernel with sums in one order, as `launch_ordered` calls it."""
-    for state in (BF16, F32):
+    for state in (F32,) if is_few else (F32, BF16):
         yield (
             triton_ordered.ordered_verify_kernel,
             {"H": 2, "HV": 6, "K": 128, "V": 128, "RING": 32}
@@ -175,8 +175,8 @@ def ordered_variants():
         )
 
 
-def reports(capability: int):
-    """Compile everything for one capability."""
+def reports(capability: int, is_few: bool):
+    """Compile all variants of every kernel, or a few."""
     named = {
         "is_fold_ptr": "*i8",
         "rand_seed_ptr": "*i64",
@@ -184,15 +184,16 @@ def reports(capability: int):
         "beta_scale": "fp32",
         **STRIDES,
     }
-    for constants, pointers, options in verify_variants(capability):
+    for constants, pointers, options in verify_variants(capability, is_few):
         types = {name: f"*{NAMES[dtype]}" for name, dtype in pointers.items()}
         yield compiled(triton_verify.verify_kernel, constants, named | types, capability, options)
     for kernel, constants, pointers, num_warps in itertools.chain(
-        small_variants(), ordered_variants()
+        small_variants(is_few), ordered_variants(is_few)
     ):
         types = {name: f"*{NAMES[dtype]}" for name, dtype in pointers.items()}
         yield compiled(kernel, constants, named | types, capability, {"num_warps": num_warps})
 
 
 if __name__ == "__main__":
-    print(json.dumps([report for c in map(int, sys.argv[1:]) for report in reports(c)]))
+    capability, *few = sys.argv[1:]
+    print(json.dumps(list(reports(int(capability), is_few=bool(few)))))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.triton_process import run_with_compiler
+from helpers.triton_process import EXTENTS, run_with_compiler
 
 HERE = Path(__file__).resolve().parent
 # Of one program; 4 fit a multiprocessor of the smallest target.
@@ -15,11 +15,9 @@ MOST_SHARED_BYTES = 40_000
 MOST_SPILLED_BYTES = 160  # of a thread, where products are of fp32
 
 
-@pytest.mark.parametrize(
-    "capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100))]
-)
-def test_compiled_kernels_do_not_spill(capability: int) -> None:
-    reports = json.loads(run_with_compiler(HERE / "compile_kernels.py", str(capability)))
+@pytest.mark.parametrize("words", EXTENTS)
+def test_compiled_kernels_do_not_spill(words: tuple[str, ...]) -> None:
+    reports = json.loads(run_with_compiler(HERE / "compile_kernels.py", *words))
     assert {report["kernel"].rpartition(".")[2] for report in reports} >= {
         "verify_kernel",
         "advance_kernel",
@@ -35,15 +33,12 @@ def test_compiled_kernels_do_not_spill(capability: int) -> None:
     assert max(report["registers"] for report in reports) <= 255
 
 
-@pytest.mark.parametrize(
-    "capability", [90, *(pytest.param(c, marks=pytest.mark.slow) for c in (80, 100))]
-)
-def test_the_kernel_of_the_raw_ring_does_not_spill(capability: int) -> None:
-    reports = json.loads(run_with_compiler(HERE / "compile_raw.py", str(capability)))
-    assert len(reports) == 10
+@pytest.mark.parametrize("words", EXTENTS)
+def test_the_kernel_of_the_raw_ring_does_not_spill(words: tuple[str, ...]) -> None:
+    reports = json.loads(run_with_compiler(HERE / "compile_raw.py", *words))
     # Products of fp32 are made without tensor cores, from more registers than there are.
     exact = [report for report in reports if report["constants"]["OPERAND"] == "fp32"]
-    assert len(exact) == 2
+    assert (len(exact), len(reports)) == ((1, 3) if "--few" in words else (2, 10))
     assert [report for report in reports if report["stack_bytes"] > 0 and report not in exact] == []
     assert max(report["stack_bytes"] for report in exact) <= MOST_SPILLED_BYTES
     assert max(report["shared_bytes"] for report in reports) <= MOST_SHARED_BYTES

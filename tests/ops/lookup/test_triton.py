@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from helpers.triton_process import run_with_compiler
+import pytest
+
+from helpers.triton_process import CAPABILITIES, run_with_compiler
 
 
-def test_compiled_kernel_does_not_spill() -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiled_kernel_does_not_spill(capability: str) -> None:
     script = Path(__file__).resolve().parent / "compile_kernels.py"
-    reports = json.loads(run_with_compiler(script, "80", "90", "100"))
-    assert [report["capability"] for report in reports] == [80, 80, 90, 90, 100, 100]
+    reports = json.loads(run_with_compiler(script, capability))
+    assert [report["capability"] for report in reports] == [int(capability)] * 2
     assert [report for report in reports if report["stack_bytes"] > 0] == []
     assert max(report["registers"] for report in reports) <= 128

@@ -1,4 +1,4 @@
-"""Compile the kernels for the capabilities that the arguments name, without a GPU.
+"""Compile the kernels for the capability that is named, without a GPU; `--few`: for one shape.
 
 Prints registers, stack and shared memory as JSON.
 """
@@ -33,9 +33,9 @@ SHAPES = [
 ]
 
 
-def variants(capability: int):
+def variants(capability: int, shapes: list[tuple]):
     """Yield kernels with constants, pointers and options as `launch` would pick them."""
-    for query_heads, heads, head_dim, rows, page_size, dtype in SHAPES:
+    for query_heads, heads, head_dim, rows, page_size, dtype in shapes:
         group = query_heads // heads
         config = launch.choose_launch(
             divmod(capability, 10), 132, rows * group, head_dim, dtype.itemsize
@@ -68,9 +68,11 @@ def variants(capability: int):
 
 
 if __name__ == "__main__":
+    capability, few = int(sys.argv[1]), sys.argv[2:]
     reports = [
         compiled(kernel, constants, types, capability, options)
-        for capability in map(int, sys.argv[1:])
-        for kernel, constants, types, options in variants(capability)
+        for kernel, constants, types, options in variants(
+            capability, SHAPES[2:3] if few else SHAPES
+        )
     ]
     print(json.dumps(reports))

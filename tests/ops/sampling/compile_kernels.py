@@ -1,6 +1,6 @@
-"""Compile the kernels that choose tokens, for the capabilities that the arguments name, on a CPU.
+"""Compile the kernels that choose tokens for the capability that is named, without a GPU.
 
-Prints registers and stack bytes as JSON.
+`--few` leaves variants out. Prints registers and stack bytes as JSON.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ EDITS = ("HAS_COUNTS", "HAS_BIAS", "HAS_WORDS", "HAS_MASKS", "HAS_MASK")
 ONE_TILE = {"num_tiles": 1, "tiles_per_program": 1, "TILES": 1, "GROUP": 1, "BLOCK": 512}
 
 
-def variants():
+def variants(is_few: bool):
     """Yield each kernel with the constants of its launches, the heaviest last."""
     switches = ("HAS_NOISE", "HAS_FILTERS")
-    for flags in ((False, False), (True, False), (True, True)):
+    for flags in ((True, True), (True, False), (False, False))[: 1 if is_few else 3]:
         for kernel in (triton_choose.scan_kernel, triton_choose.pick_kernel):
             yield kernel, {**dict(zip(switches, flags, strict=True)), **SIZES}
     everything = dict.fromkeys((*switches, *EDITS), True)
@@ -54,22 +54,22 @@ def variants():
     for kernel in last:
         yield kernel, SIZES
     edits = {**dict.fromkeys(EDITS, False), "BLOCK": TILE, "GROUP": 64}
-    for name in EDITS:
+    for name in () if is_few else EDITS:
         yield triton_edit.edit_kernel, {**edits, name: True}
     yield triton_edit.edit_kernel, {**edits, **everything}
 
 
 if __name__ == "__main__":
+    capability, *few = sys.argv[1:]
     options = {"num_warps": 8, "enable_fp_fusion": False}
     reports = [
         compiled(
             kernel,
             {name: value for name, value in constants.items() if name in kernel.arg_names},
             TYPES,
-            capability,
+            int(capability),
             options,
         )
-        for kernel, constants in variants()
-        for capability in map(int, sys.argv[1:])
+        for kernel, constants in variants(is_few=bool(few))
     ]
     print(json.dumps(reports))

@@ -1,4 +1,4 @@
-"""Compile every kernel for the capabilities that the arguments name, without a GPU.
+"""Compile every kernel for the capability that is named, without a GPU; `--few`: each once.
 
 Prints registers and spills as JSON.
 """
@@ -83,10 +83,10 @@ def compiled(kernel, constants: dict, capability: int, num_warps: int) -> dict:
     }
 
 
-def variants():
+def variants(is_few: bool):
     """Yield each kernel with the constants and warps of its heaviest launches."""
     switches = {"TABLE_BINS": 16, "HAS_NUM_DRAFTS": True}
-    for requests, drafts in ((256, 3), (256, 7), (2048, 0)):
+    for requests, drafts in ((256, 3), (256, 7), (2048, 0))[: 1 if is_few else 3]:
         yield (
             triton_build.plan_kernel,
             {
@@ -98,7 +98,7 @@ def variants():
             },
             launch.launch_config(requests, drafts).select_warps,
         )
-    for requests in (2048, 4096):
+    for requests in (2048,) if is_few else (2048, 4096):
         yield (
             triton_select.select_kernel,
             {"NUM_DRAFTS": 7, **switches, "BLOCK": requests},
@@ -121,9 +121,9 @@ def variants():
 
 
 if __name__ == "__main__":
+    capability, *few = sys.argv[1:]
     reports = [
-        compiled(kernel, constants, capability, num_warps)
-        for kernel, constants, num_warps in variants()
-        for capability in map(int, sys.argv[1:])
+        compiled(kernel, constants, int(capability), num_warps)
+        for kernel, constants, num_warps in variants(is_few=bool(few))
     ]
     print(json.dumps(reports))
