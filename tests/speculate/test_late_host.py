@@ -12,6 +12,7 @@ from torch import Tensor
 
 from helpers.sampling_cases import random_params, random_prompts
 from helpers.small_pools import fix_pools
+from helpers.thinned import thinned
 from helpers.tiny_checkpoints import TinyCheckpoint
 from hybridspec import LLM, RequestOutput, SamplingParams
 from hybridspec.engine import resolve
@@ -309,8 +310,7 @@ def test_an_engine_that_is_one_step_late(tiny: TinyCheckpoint, options: dict[str
     assert any(one.outputs[0].logprobs for one in soon)
 
 
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("k", [0, 3, 7])
+@pytest.mark.parametrize(("k", "late"), thinned([7, 0, 3], [0, 1]))
 def test_pages_that_come_as_requests_grow(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, k: int, late: int
 ) -> None:

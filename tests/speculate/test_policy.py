@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from helpers.thinned import thinned
 from hybridspec.speculate import (
     AcceptanceModel,
     CostTable,
@@ -96,8 +97,10 @@ def rate_of(policy: Policy, rates: tuple[float, ...], num_requests: int) -> floa
     return world.tokens / world.seconds
 
 
-@pytest.mark.parametrize("num_requests", [1, 4, 32, 256])
-@pytest.mark.parametrize("rates", [(0.9, 0.85, 0.8), (0.5, 0.4, 0.3), (0.02, 0.02, 0.02)], ids=str)
+@pytest.mark.parametrize(
+    ("rates", "num_requests"),
+    thinned([(0.9, 0.85, 0.8), (0.02, 0.02, 0.02), (0.5, 0.4, 0.3)], [1, 256, 4, 32]),
+)
 def test_close_to_the_best_fixed_number(num_requests: int, rates: tuple[float, ...]) -> None:
     """What looking around and one step's delay cost is little."""
     policy = DynamicPolicy(K, table(**H200_LIKE))

@@ -15,6 +15,7 @@ from helpers.gdn_cases import Case, Dtypes, VerifyCall, assert_same_bits
 from helpers.gdn_kernel_cases import CUDA_CASES, CUDA_CONFIGS, CUDA_MODES, LARGE, NARROW
 from helpers.gdn_row_calls import RowCall
 from helpers.guarded import at_the_end_of_memory
+from helpers.thinned import thinned
 from hybridspec.compat.flashinfer import gated_delta_rule_mtp_ucache_flush
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops._nvrtc import SOURCES
@@ -28,7 +29,6 @@ from hybridspec.ops.gated_delta_rule import (
     row_cursors,
 )
 from hybridspec.ops.gated_delta_rule.int8_state import quantise
-from hybridspec.ops.gated_delta_rule.launch_cuda import CudaConfig
 from hybridspec.ops.ring import RingView
 
 F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
@@ -47,18 +47,14 @@ def operand(dtypes: Dtypes) -> torch.dtype:
     return F16 if dtypes.rows == F16 else BF16
 
 
-@pytest.mark.parametrize("dtypes", CUDA_MODES, ids=str)
-@pytest.mark.parametrize("case", CUDA_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "dtypes"), thinned(CUDA_CASES, CUDA_MODES))
 def test_verify(case: Case, dtypes: Dtypes) -> None:
     VerifyCall(case.using(dtypes)).check("cuda", operand(dtypes))
 
 
-@pytest.mark.parametrize("dtypes", CUDA_MODES, ids=str)
-@pytest.mark.parametrize("config", CUDA_CONFIGS.values(), ids=CUDA_CONFIGS)
-def test_every_split_of_a_head(
-    config: CudaConfig, dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch_cuda, "choose_config", lambda *sizes: config)
+@pytest.mark.parametrize(("name", "dtypes"), thinned(list(CUDA_CONFIGS), CUDA_MODES))
+def test_every_split_of_a_head(name: str, dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_cuda, "choose_config", lambda *sizes: CUDA_CONFIGS[name])
     case = Case("split", (3, 2, 1), (15, 4, 0), slots=(3, 1, -1), tail=2, geometry=LARGE)
     call = VerifyCall(case.using(dtypes))
     # Behind the batch lies what could be a fourth request.
@@ -110,8 +106,9 @@ def test_params_are_those_of_the_kernel() -> None:
     assert names == [name for name, _ in launch_cuda.Params._fields_]
 
 
-@pytest.mark.parametrize("A_log", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("dt_bias", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(
+    ("A_log", "dt_bias"), [(F32, BF16), (BF16, F16), (F16, F32), (BF16, BF16)], ids=str
+)
 def test_parameters_of_any_dtype(A_log: torch.dtype, dt_bias: torch.dtype) -> None:
     RowCall(3, 32, head_dim=128, dtype=BF16).check_widening("cuda", A_log, dt_bias)
     call = VerifyCall(Case("narrow", (3,), (14,), geometry=NARROW, dtypes=CUDA_MODES[1]))

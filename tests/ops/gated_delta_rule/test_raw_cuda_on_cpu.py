@@ -12,11 +12,11 @@ from helpers import cuda_on_cpu
 from helpers.gdn_cases import Dtypes, assert_same_bits
 from helpers.gdn_kernel_cases import CUDA_CONFIGS
 from helpers.raw_cases import RAW_CUDA_CASES, RAW_LARGE, RAW_NARROW, REGIMES, RawCall, RawCase
+from helpers.thinned import thinned
 from helpers.tolerances import error
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops._nvrtc import SOURCES
 from hybridspec.ops.gated_delta_rule import launch_cuda, raw, raw_cuda
-from hybridspec.ops.gated_delta_rule.launch_cuda import CudaConfig
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 MODES = [Dtypes(BF16, BF16, BF16), Dtypes(F16, F16, F16), Dtypes(BF16, F32, BF16)]
@@ -30,8 +30,7 @@ def cuda_on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw._verify_raw, "_runs", {})  # what is remembered is for this test only
 
 
-@pytest.mark.parametrize("dtypes", MODES, ids=str)
-@pytest.mark.parametrize("case", RAW_CUDA_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "dtypes"), thinned(RAW_CUDA_CASES, MODES))
 def test_verify(case: RawCase, dtypes: Dtypes) -> None:
     RawCall(case.using(dtypes)).check("cuda", is_split=True)
 
@@ -47,12 +46,9 @@ def test_a_fold_into_an_fp32_state(regime: str, history: int) -> None:
     assert error(call.state[call.slots[0]], expected) < 4e-5
 
 
-@pytest.mark.parametrize("dtypes", MODES, ids=str)
-@pytest.mark.parametrize("config", CUDA_CONFIGS.values(), ids=CUDA_CONFIGS)
-def test_every_split_of_a_head(
-    config: CudaConfig, dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(raw_cuda, "choose_config", lambda *sizes: config)
+@pytest.mark.parametrize(("name", "dtypes"), thinned(list(CUDA_CONFIGS), MODES))
+def test_every_split_of_a_head(name: str, dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_cuda, "choose_config", lambda *sizes: CUDA_CONFIGS[name])
     case = RawCase("split", (3, 2, 1), (8, 4, 0), slots=(3, 1, -1), tail=2, geometry=RAW_LARGE)
     RawCall(case.using(dtypes)).check("cuda", is_split=True)
 
