@@ -1,4 +1,4 @@
-"""Prefixes of prompts that are kept, so that requests that begin alike need not compute them again.
+"""Prefix caching: prefixes of prompts that are kept, so that other requests need not compute them.
 
 A prefix ends at the border of a page. What is kept of it are its pages, held by many at a time and
 never written again, and the recurrent states behind its last token, copied into a slot of their
