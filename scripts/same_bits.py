@@ -2,11 +2,11 @@
 
 Requests join at random and some are cancelled. Drafts come from the head, from a request's own
 text, or from what plain decoding said, a tenth of them spoilt; batches, budgets of rows and numbers
-of drafts differ, prompts are processed in chunks beside those that decode, steps are captured and
-not. Every logit of every committed token, and what is kept of a request at its end (checkpoint,
-rows of the window, inputs of the convolution), must have the bits that plain decoding gave them.
-They are compared by digests (`digests.py`). The fast mode runs as a control: there something has to
-differ.
+of drafts differ, prompts are processed in chunks beside those that decode or begin where a chunk of
+another ended, steps are captured and not. Every logit of every committed token, and what is kept of
+a request at its end (checkpoint, rows of the window, inputs of the convolution), must have the bits
+that plain decoding gave them. They are compared by digests (`digests.py`). The fast mode runs as a
+control: there something has to differ.
 
 With `--kept FILE` plain decoding's digests are read from a file, or written if there is none, so
 that processes can be compared; `--part I --parts N` runs a share of the settings.
@@ -49,6 +49,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.3, "top_k": 20, "repetition_penalty": 1.1},
 )
 SPOILT, CANCELLED = 0.1, 0.1
+STATES = 16  # that are kept of prefixes
 COUNTS = ("logits", "differing", "states", "differing_states")
 
 Case = tuple[list[int], SamplingParams]
@@ -116,6 +117,7 @@ def all_settings(args: argparse.Namespace) -> list[Setting]:
         ]
     known: dict[str, Any] = {"drafts": most, "drafter": "known"}
     budget, eager, fast = {"verify_rows": 24}, {"enforce_eager": True}, {"exact": "tokens"}
+    reused = {"enable_prefix_caching": True, "prefix_states": STATES}
     found += [
         Setting(name="head, budget of rows", drafts=most, batch=16, options=budget),
         Setting(name="known, budget of rows", batch=16, options=budget, **known),
@@ -123,6 +125,7 @@ def all_settings(args: argparse.Namespace) -> list[Setting]:
         Setting(name="lookup", drafts=most, drafter="lookup", batch=33),
         Setting(name="plain, eager", batch=5, options=eager),
         Setting(name="known, eager", batch=33, options=eager, **known),
+        Setting(name="known, reused prefixes", batch=16, options=reused, **known),
     ]
     mine = found[args.part :: args.parts]
     return [*mine, Setting(name="control: fast", batch=16, options=fast, **known)]
@@ -136,10 +139,11 @@ def make_cases(args: argparse.Namespace, vocab: int) -> list[Case]:
     lengths, cases = [length for length in LENGTHS if length <= args.longest], []
     for i in range(args.requests):
         length = lengths[i % len(lengths)]
-        start = rng.randrange(len(text) - length)
+        start = rng.choice([0, 0, 7, rng.randrange(len(text) - length)])  # so that some begin alike
         prompt = list(text[start : start + length])
         if args.model != "bundled":
-            prompt = [rng.randrange(vocab) for _ in range(length)]
+            words = random.Random(start)
+            prompt = [words.randrange(vocab) for _ in range(length)]
         params = SamplingParams(
             **rng.choice(KINDS),
             seed=rng.randrange(2**63),
@@ -165,7 +169,8 @@ class Check:
         self.cases = make_cases(args, vocab)
         self.positions = args.longest + args.max_tokens + 8
         device = torch.zeros(0, device=resolve._device(args.device)).device
-        self.recorder = Recorder(max(BATCHES), self.positions, vocab, len(self.cases), device)
+        slots = max(BATCHES) + STATES
+        self.recorder = Recorder(slots, self.positions, vocab, len(self.cases), device)
         self._models: dict[str, Any] = {}
 
     def run(self, setting: Setting, state: str, plain: Plain | None, seed: int) -> dict[str, Any]:
@@ -185,7 +190,8 @@ class Check:
                 logits, states = zip(*(found[i] for i in range(len(found))), strict=True)
                 tokens = [requests[i].token_ids for i in range(len(found))]
                 return {"tokens": tokens, "logits": logits, "states": states}
-            outcomes = list(enumerate(llm.counters().outcomes))
+            counters = llm.counters()
+            outcomes = list(enumerate(counters.outcomes))
             return {
                 "state": state,
                 "setting": setting.name,
@@ -194,6 +200,7 @@ class Check:
                 "captured": llm._engine.runner.graphs is not None,
                 "drafted": sum(k * sum(row) for k, row in outcomes),
                 "accepted": sum(j * n for _, row in outcomes for j, n in enumerate(row)),
+                "reused": counters.prefix_hits,
                 "requests": len(requests),
                 **compare(requests, found, plain),
             }
@@ -242,8 +249,7 @@ class Check:
                 max_num_seqs=setting.batch,
                 max_num_batched_tokens=args.chunk,
                 max_model_len=self.positions,
-                enable_prefix_caching=False,
-                **{"exact": "bitwise", **setting.options},
+                **{"exact": "bitwise", "enable_prefix_caching": False, **setting.options},
             )
 
     def _loader(self) -> Any:

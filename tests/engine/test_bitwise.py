@@ -14,6 +14,7 @@ from helpers.drafters import random_script, right_script, run, scripted_engine, 
 from helpers.tiny_checkpoints import TinyCheckpoint, build_tiny_checkpoint
 from hybridspec import LLM, SamplingParams, UnsupportedError
 from hybridspec.config import EngineConfig
+from hybridspec.engine import resolve, scheduler
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.exactness import ALIGNED_WINDOW, check_bitwise
 from hybridspec.models import ModelConfig
@@ -149,6 +150,28 @@ def test_what_cannot_be_exact_on_some_device(
     with pytest.raises(UnsupportedError, match=f"exact: 'bitwise' does not go with this {name}: "):
         check_bitwise(config, model, torch.device(device), state)
     check_bitwise(EngineConfig(), ModelConfig.from_folder(folder), torch.device("cpu"), torch.half)
+
+
+@pytest.mark.parametrize("has_cuts", [False, True], ids=["where chunks end", "elsewhere"])
+def test_reused_prefixes(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, has_cuts: bool
+) -> None:
+    """Chunks of 24 tokens and pages of 8: what ends elsewhere has states that are rounded there."""
+    monkeypatch.setitem(scheduler.PROMPT_CHUNKS, "cpu", 24)
+    monkeypatch.setattr(resolve, "PAGE_SIZE", 8)
+    common = [_RNG.randrange(97) for _ in range(60)]
+    prompts = [common, [*common, 5, 6, 7], [*common, 5, 8], common[:49], common[:30]]
+    params = [SamplingParams(temperature=0, max_tokens=5, logprobs=-1)] * len(prompts)
+    options: dict[str, Any] = {**BITWISE, "state_dtype": "bfloat16"}
+    whole = LLM(tiny.folder, enable_prefix_caching=False, **options)
+    right = [reports_of(whole, [prompt], params[:1])[0] for prompt in prompts]
+    llm = LLM(tiny.folder, **options)
+    assert not llm._engine.scheduler.has_cuts
+    llm._engine.scheduler.has_cuts = has_cuts
+    found = [reports_of(llm, prompts, params) for _ in range(2)]
+    assert (found == [right, right]) != has_cuts
+    if not has_cuts:
+        assert llm.counters().prefix_hits == 7 * 48 + 2 * 24
 
 
 def test_a_mixture_of_experts(tmp_path_factory: pytest.TempPathFactory) -> None:

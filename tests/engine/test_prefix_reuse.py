@@ -270,8 +270,8 @@ def test_prompt_logprobs_are_computed_whole(tiny: TinyCheckpoint) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"enable_prefix_caching": False}, {"kv_layout": "contiguous"}, {"exact": "bitwise"}],
-    ids=["flag", "contiguous", "bitwise"],
+    [{"enable_prefix_caching": False}, {"kv_layout": "contiguous"}],
+    ids=["flag", "contiguous"],
 )
 def test_it_is_off(tiny: TinyCheckpoint, options: dict[str, Any]) -> None:
     engine = engine_of(tiny, **options)

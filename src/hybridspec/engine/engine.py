@@ -112,6 +112,7 @@ class Engine:
             self.runner,
             max_prompt_rows=self.config.max_num_batched_tokens,
             is_set_back=begins_anew(self.config),
+            has_cuts=self.config.exact != "bitwise",  # a chunk's bits depend on where it begins
         )
         self._ids = itertools.count()
         self.lock = threading.Lock()

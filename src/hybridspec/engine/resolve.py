@@ -235,10 +235,9 @@ def _with_drafter(config: EngineConfig, *, has_mtp: bool, name: str) -> EngineCo
 def _reuses_prefixes(config: EngineConfig, device: torch.device) -> bool:
     """Whether prompts may begin with what was computed of others.
 
-    Where a page holds a whole request none can be shared, and chunks that begin elsewhere differ in
-    bits.
+    Where a page holds a whole request none can be shared.
     """
-    is_possible = config.kv_layout == "paged" and config.exact == "tokens"
+    is_possible = config.kv_layout == "paged"
     if config.enable_prefix_caching is None:
         return is_possible and device.type == "cpu"
     return is_possible and config.enable_prefix_caching

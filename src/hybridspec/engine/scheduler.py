@@ -41,12 +41,13 @@ class Scheduler:
         max_prompt_rows: prompt rows of all requests per forward.
         is_set_back: whether requests may begin anew for want of pages; if not, each takes all that
             it can ever need when it is admitted.
+        has_cuts: whether a prefill is also cut elsewhere than where chunks end, to keep its states.
 
     Attributes:
         max_chunk: prompt rows of one request per forward, and of all requests where some decode,
             which wait for them.
-        keeps_last_border: whether every prefill is cut at the last border of a page that leaves a
-            row, to keep its states; if not, it is cut where prompts that wait part from it.
+        keeps_last_border: whether a prefill is cut at the last border of a page that leaves a row;
+            if not, it is cut where prompts that wait part from it.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Scheduler:
         *,
         max_prompt_rows: int,
         is_set_back: bool = True,
+        has_cuts: bool = True,
     ) -> None:
         self.allocator = allocator
         self.runner = runner
@@ -68,6 +70,7 @@ class Scheduler:
         self.max_chunk = min(chunk, max_prompt_rows)
         self.keeps_last_border = device == "cpu"
         self.is_set_back = is_set_back
+        self.has_cuts = has_cuts
         self.page_size = allocator.pools.page_size
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
@@ -162,7 +165,8 @@ class Scheduler:
         counters.prefix_queries += request.prefill_end if request.prefix_keys else 0
         counters.prefix_hits += begin
         last = len(request.prefix_keys) * size
-        request.cuts = [last] if self.keeps_last_border else self._partings(request)
+        if self.has_cuts:
+            request.cuts = [last] if self.keeps_last_border else self._partings(request)
         ends = range(begin - begin % self.max_chunk, request.prefill_end, self.max_chunk)
         borders = {*ends, *request.cuts}
         keys = [
