@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sharing", type=int, default=64, help="requests that share a prompt")
     parser.add_argument("--shared", type=int, default=8192, help="tokens that they share")
-    parser.add_argument("--capture-prompts", action="store_true")
+    parser.add_argument("--capture-prompts", action=argparse.BooleanOptionalAction)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

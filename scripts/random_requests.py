@@ -106,7 +106,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pages", type=int, help="pages; the longest request has to fit")
     parser.add_argument("--page-size", type=int, default=64, help="tokens of a page")
     parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction)
-    parser.add_argument("--capture-prompts", action="store_true")
     parser.add_argument("--only-alone", action="store_true", help="write that file, nothing else")
     parser.add_argument("--most-ties", type=int, default=0, help="near-ties that are allowed")
     parser.add_argument("--json", type=Path)
@@ -328,7 +327,6 @@ def run_drafter(
         max_num_seqs=args.max_num_seqs,
         memory_fraction=0.3,
         enable_prefix_caching=args.prefix_caching,
-        capture_prompts=args.capture_prompts,
     )
     engine, steps, rng = llm._engine, Counter[str](), random.Random(args.seed)
     watch_steps(llm, steps)

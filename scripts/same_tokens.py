@@ -5,6 +5,7 @@ way where two tokens are nearly as likely: each such place is counted with its g
 of both tokens' log-probabilities there by the CPU in fp32, and the gap is bounded.
 
     python scripts/same_tokens.py --prompts 500 --device cuda
+    python scripts/same_tokens.py --prompts 200 --device cuda --head 384 --prefix-caching
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from hybridspec import LLM, SamplingParams
 from hybridspec.bundled import held_out_prompts
 
+MAX_LEN = 2048
 GAP_BOUNDS = {"float32": 1e-4, "bfloat16": 0.3}  # natural logarithms
 
 
@@ -28,6 +30,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--head", type=int, default=0, help="characters that prompts share")
+    parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtypes", nargs="+", choices=GAP_BOUNDS, default=list(GAP_BOUNDS))
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
@@ -37,14 +41,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_prompts(count: int) -> list[str]:
-    """Return different pieces of the held-out texts."""
+def make_prompts(count: int, head: int) -> list[str]:
+    """Return different pieces of the held-out texts, each behind what its text begins with."""
     texts = [prompt.text for kind in ("code", "docs") for prompt in held_out_prompts(kind)]
     pieces = []
     for i in range(count):
         text, turn = texts[i % len(texts)], i // len(texts)
         start = 17 * turn
-        pieces.append(text[start : start + 120 - 9 * (turn % 8)])
+        pieces.append(text[:head] + text[start : start + 120 - 9 * (turn % 8)])
     return pieces
 
 
@@ -88,9 +92,10 @@ def compare(
                 device=args.device,
                 dtype=dtype,
                 draft_tokens=drafts,
-                max_model_len=512,
+                max_model_len=MAX_LEN,
                 max_num_seqs=64,
                 memory_fraction=0.3,
+                enable_prefix_caching=args.prefix_caching,
             )
             tokens = generate(llm, prompts, args.max_tokens)
             gaps = [
@@ -104,6 +109,7 @@ def compare(
                     "dtype": dtype,
                     "drafts": drafts,
                     "prompts": len(prompts),
+                    "reused_tokens": llm._engine.counters().prefix_hits,
                     "different": len(gaps),
                     "largest_gap": max(gaps, default=0.0),
                     "bound": GAP_BOUNDS[dtype],
@@ -116,8 +122,8 @@ def compare(
 
 def main() -> int:
     args = arguments()
-    prompts = make_prompts(args.prompts)
-    plain = LLM("bundled", device="cpu", draft_tokens=0, max_model_len=512)
+    prompts = make_prompts(args.prompts, args.head)
+    plain = LLM("bundled", device="cpu", draft_tokens=0, max_model_len=MAX_LEN)
     rights = cpu_tokens(args, plain, prompts)
     if args.only_cpu:
         return 0

@@ -274,9 +274,8 @@ class EngineConfig:
         max_num_batched_tokens: most prompt rows of a forward pass, over all requests; None is 2,048
             on a CPU and 8,192 on a GPU.
         enable_prefix_caching: whether prompts reuse what was computed of others that begin alike;
-            None does on a CPU only: on a GPU the tokens were not compared yet. There it also lets
-            requests take pages as they grow, in place of all when they are admitted. Never with
-            kv_layout "contiguous"; with exact "bitwise" only what ends where chunks end is reused.
+            None does. Never with kv_layout "contiguous"; with exact "bitwise" only what ends where
+            chunks end is reused.
         prefix_states: of how many prefixes the recurrent states are kept; each takes as much memory
             as a request without its keys and values. None is 64, or fewer where memory is short.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.

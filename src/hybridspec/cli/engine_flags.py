@@ -133,7 +133,7 @@ def _add_prefixes(group: Any) -> None:
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=EngineConfig().enable_prefix_caching,
-        help="whether prompts reuse what was computed of others like them (default: on a CPU)",
+        help="whether prompts reuse what was computed of others like them (default: yes)",
     )
     group.add_argument(
         "--prefix-states",

@@ -141,7 +141,7 @@ def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False
             max_model_len=max_len,
             threads=_threads(config.threads, device, model.hidden_size),
             attention_backend="triton" if attention == "pieces" else attention,
-            enable_prefix_caching=_reuses_prefixes(config, device),
+            enable_prefix_caching=_reuses_prefixes(config),
             max_num_seqs=config.max_num_seqs or _most_requests(device),
             max_num_batched_tokens=config.max_num_batched_tokens or _PROMPT_ROWS[device.type],
         ),
@@ -232,15 +232,12 @@ def _with_drafter(config: EngineConfig, *, has_mtp: bool, name: str) -> EngineCo
     return replace(config, drafter=drafter)
 
 
-def _reuses_prefixes(config: EngineConfig, device: torch.device) -> bool:
+def _reuses_prefixes(config: EngineConfig) -> bool:
     """Whether prompts may begin with what was computed of others.
 
     Where a page holds a whole request none can be shared.
     """
-    is_possible = config.kv_layout == "paged"
-    if config.enable_prefix_caching is None:
-        return is_possible and device.type == "cpu"
-    return is_possible and config.enable_prefix_caching
+    return config.kv_layout == "paged" and config.enable_prefix_caching is not False
 
 
 def begins_anew(config: EngineConfig) -> bool:
@@ -248,8 +245,7 @@ def begins_anew(config: EngineConfig) -> bool:
 
     What is computed anew is computed in chunks, whose bits differ from those of steps.
     """
-    is_asked = config.device == "cpu" or bool(config.enable_prefix_caching)
-    return config.exact != "bitwise" and is_asked
+    return config.exact != "bitwise"
 
 
 def _most_requests(device: torch.device) -> int:
