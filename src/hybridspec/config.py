@@ -1,4 +1,4 @@
-"""What a caller may set: sampling parameters of a request and options of the engine."""
+"""Sampling parameters of a request and options of the engine."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit for each time that the output holds it.
         presence_penalty: subtracted once if the output holds the token.
         logit_bias: added to the logits of tokens given by id, -100..100 each.
-        bad_words: what must not be said: texts, or lists of token ids. The last token of such a
+        bad_words: what must not be generated: texts, or lists of token ids. The last token of a
             list is forbidden where the tokens before it, prompt included, are the others. A text
-            stands for its tokens as they are at the start of a text and behind a space; spelt with
-            other tokens it can still appear.
-        allowed_token_ids: the only tokens that may be said; None allows all.
+            stands for its tokens at the start of a text and behind a space; spelt with other tokens
+            it can still appear.
+        allowed_token_ids: the only tokens that may be generated; None allows all.
         logprobs: report each token's log-probability and those of this many most likely ones, of
             the model's own distribution: before everything above; -1 reports all tokens.
         prompt_logprobs: the same for the tokens of the prompt.
@@ -242,23 +242,23 @@ class EngineConfig:
 
     Attributes:
         draft_tokens: drafts verified per step and request, 0..7; 0 is plain decoding.
-        speculation: "fixed" proposes and verifies as many drafts as the options say; "dynamic"
-            up to that many, as promises most tokens per second at the present load and acceptance;
-            "off" is plain decoding.
-        acceptance: accept drafts by force with these probabilities, by position behind the newest
-            token, to measure; the output is synthetic then. None accepts what is right.
+        speculation: "fixed" proposes and verifies `draft_tokens` drafts; "dynamic" chooses up to
+            that many, for the most tokens per second at the present load and acceptance; "off" is
+            plain decoding.
+        acceptance: force drafts to be accepted with these probabilities, by position behind the
+            newest token, for measurements; the output is synthetic then. None accepts right drafts.
         acceptance_spread: half the width around them within which each draft draws its own.
         verify_rows: most rows of a verify step over all requests, chosen by the drafter's
-            confidence; each running request has one in any case; None verifies every draft.
+            confidence; each running request always has one; None verifies every draft.
         drafter: what drafts: "mtp" is the checkpoint's draft head, "lookup" the request's own text,
             "none" nothing; "auto" is "mtp" where there is a head and "lookup" elsewhere.
         mtp_from: model to take the draft head from, in place of the checkpoint's own.
         draft_vocab: tokens that the draft head chooses from: their ids, a JSON file of them, or a
             text whose most frequent tokens are taken; None is all.
-        dummy_weights: whether to make the weights up, from config.json alone.
+        dummy_weights: whether to use random weights, from config.json alone.
         dtype: of weights, activations and rings: "auto", "float32", "bfloat16" or "float16".
         state_dtype: of the recurrent state, in addition "int8" (`docs/kernels/gdn_8bit.md`); "auto"
-            follows the checkpoint. What is not float32 is rounded once per fold, and plain and
+            follows the checkpoint. Dtypes below float32 are rounded once per fold, and plain and
             speculative decoding fold at different tokens, so they may differ at near-ties.
         ring: what rings keep of the tokens since a fold: "u", corrections, or "raw", keys, values
             and gates as they came (`docs/kernels/gdn_raw.md`); not with an int8 state.
@@ -273,10 +273,10 @@ class EngineConfig:
         max_num_seqs: most requests that run at the same time; None is 64 on a CPU, 256 on a GPU.
         max_num_batched_tokens: most prompt rows of a forward pass, over all requests; None is 2,048
             on a CPU and 8,192 on a GPU.
-        enable_prefix_caching: whether prompts reuse what was computed of others that begin alike;
+        enable_prefix_caching: whether prompts reuse what was computed for others with their prefix;
             None does. Never with kv_layout "contiguous"; with exact "bitwise" only what ends where
             chunks end is reused.
-        prefix_states: of how many prefixes the recurrent states are kept; each takes as much memory
+        prefix_states: number of prefixes whose recurrent states are kept; each takes as much memory
             as a request without its keys and values. None is 64, or fewer where memory is short.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         capture_prompts: whether to capture forwards of prompt rows as CUDA graphs too, in chunks of
@@ -286,8 +286,8 @@ class EngineConfig:
             decides, or "bitwise", every logit (`docs/exactness.md`).
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from, in place of the model's own.
-        seed: where the seeds of requests that name none come from; the same requests in the same
-            order then give the same tokens. None draws them.
+        seed: source of the seeds of requests that name none; the same requests in the same order
+            then give the same tokens. None draws them.
     """
 
     draft_tokens: int = 3

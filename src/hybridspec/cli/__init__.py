@@ -1,6 +1,6 @@
 """The command line: `hybridspec generate`, `compare`, `info`, `doctor`, `serve`, `bench-serve`.
 
-Whatever a user can get wrong ends as one line on standard error and exit status 2.
+A user's mistake ends as one line on standard error and exit status 2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the words of a command line ask for; imports no torch, so that mistakes answer at once."""
+"""From command-line words to options; imports no torch, so that mistakes are answered at once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`hybridspec doctor`: what of this machine and its packages is used, and how to get the rest.
+"""`hybridspec doctor`: which parts of this machine are used, and how to get the rest.
 
-Needs nothing but Python: what is missing is what it is asked for.
+Needs nothing but Python, since it reports what is missing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`hybridspec generate`: continue one prompt and say what speculation did for it."""
+"""`hybridspec generate`: continue one prompt and report what speculation did for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user got wrong: one line on standard error."""
+"""A user's mistake: one line on standard error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers of another project's functions expect of errors."""
+"""Errors as callers of another project's functions expect them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the functions of `compat.flashinfer` check and prepare alike."""
+"""Checks and preparation shared by the functions of `compat.flashinfer`."""
 
 from __future__ import annotations
 

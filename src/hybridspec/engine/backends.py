@@ -1,4 +1,4 @@
-"""Which backend each op takes in an engine, and why, found by asking the layers."""
+"""Which backend each op of an engine uses, and why, as its layers decide."""
 
 from __future__ import annotations
 

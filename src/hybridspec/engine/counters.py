@@ -1,4 +1,4 @@
-"""What an engine holds and has done, as plain numbers: one object that everybody reads."""
+"""What an engine holds and has done, as plain numbers in one object."""
 
 from __future__ import annotations
 

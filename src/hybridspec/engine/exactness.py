@@ -1,6 +1,6 @@
-"""What an engine that is exact bit for bit needs, and what it cannot be.
+"""What an engine that is exact bit for bit needs, and which options it excludes.
 
-Drafts, batch and load must not change one bit of a logit: docs/exactness.md says by what means.
+Drafts, batch and load must not change one bit of a logit: docs/exactness.md explains how.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine does not depend on, torch's defaults, and what it does: its own process."""
+"""Independence of torch's defaults, and refusal of use in a forked process."""
 
 from __future__ import annotations
 

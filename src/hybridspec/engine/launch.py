@@ -1,4 +1,4 @@
-"""A step between its launch and the moment when the host has read what it brought."""
+"""A step between its launch and the moment when the host has read its result."""
 
 from __future__ import annotations
 

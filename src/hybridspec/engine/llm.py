@@ -1,4 +1,4 @@
-"""The public face of the engine: load a model, generate, stream, describe."""
+"""The public interface of the engine: load a model, generate, stream, describe."""
 
 from __future__ import annotations
 

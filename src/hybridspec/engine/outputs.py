@@ -1,4 +1,4 @@
-"""What the engine hands back."""
+"""The results of an engine: outputs of requests and of steps."""
 
 from __future__ import annotations
 

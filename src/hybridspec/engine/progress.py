@@ -1,4 +1,4 @@
-"""One line on a terminal that says how far long work is."""
+"""The progress of long work, as one line on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the parameters that a caller sets to what the sampler follows, checked against the model."""
+"""From a caller's parameters to the sampler's options, checked against the model."""
 
 from __future__ import annotations
 

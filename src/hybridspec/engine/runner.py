@@ -1,4 +1,4 @@
-"""Runs the model over a batch of requests, and tells each request what its steps brought."""
+"""Runs the model over a batch of requests, and hands each request its results."""
 
 from __future__ import annotations
 

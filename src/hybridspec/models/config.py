@@ -1,6 +1,6 @@
 """What a model is, in this package's words.
 
-The only place that knows the field names of Hugging Face `config.json` files. Every other module
+The only place with field names of Hugging Face `config.json` files. Every other module
 reads a `ModelConfig`.
 """
 

@@ -1,4 +1,4 @@
-"""What acts on each row by itself: the plain gated MLP, and the mixture of experts."""
+"""Layers that act on each row by itself: the gated MLP and the mixture of experts."""
 
 from __future__ import annotations
 

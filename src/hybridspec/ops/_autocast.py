@@ -1,4 +1,4 @@
-"""Keeps torch's autocast out of what names its own dtypes."""
+"""Keeps torch's autocast out of functions that name their own dtypes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Backend choice, shared by all ops.
 
-A backend says with a pure function why it cannot serve a call. An explicit choice works or raises
-with that reason; "auto" takes the first backend without one, and logs each choice once.
+A pure function of a backend returns why it does not support a call. An explicit choice works or
+raises with that reason; "auto" takes the first backend without one, and logs each choice once.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def _log_once(op: str, name: str) -> None:
 def choose_backend(
     op: str, requested: str, candidates: Mapping[str, Supports], *args: object
 ) -> str:
-    """Name the backend that serves a call.
+    """Name the backend of a call.
 
     Args:
         op: operator name for messages.
         requested: "auto" or a key of `candidates`.
         candidates: backends in order of preference; each value is called with `args` and returns
-            the reason why the backend cannot serve them, or None.
+            the reason why the backend does not support them, or None.
         *args: what the decision depends on, usually the call's tensors.
 
     Returns:
@@ -46,7 +46,7 @@ def choose_backend(
 
     Raises:
         ValueError: if `requested` is unknown.
-        UnsupportedError: if the requested backend cannot serve the call.
+        UnsupportedError: if the requested backend does not support the call.
     """
     if requested == "auto":
         for name, supports in candidates.items():

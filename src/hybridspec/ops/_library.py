@@ -52,8 +52,8 @@ class Backend(NamedTuple):
     """One implementation of an op; all functions take the op's arguments.
 
     Attributes:
-        explain: says why it cannot serve a call, or returns None.
-        run: serves a call.
+        explain: returns why it does not support a call, or None.
+        run: does the work of a call.
         prepare: derives all that does not depend on contents and addresses, and returns what to run
             for every call of the same kind; None: `run` itself.
     """
@@ -195,7 +195,7 @@ class Op:
         self._op(*self._flat(arguments), backend)
 
     def explain(self, *arguments: Any) -> dict[str, str | None]:
-        """Say of each backend, in order of preference, why it cannot serve a call, or None."""
+        """Return for each backend, by preference, why it does not support a call, or None."""
         candidates = self._candidates(self._flat(arguments))
         return {name: explain(*arguments) for name, explain in candidates.items()}
 
@@ -303,9 +303,9 @@ def register_kernel(
 
     Args:
         name: as messages say it.
-        explain: says why the kernel cannot serve a call, or returns None.
+        explain: returns why the kernel does not support a call, or None.
         kernel: launches it.
-        reference: serves every call.
+        reference: supports every call.
         check: raises unless a call is right.
     """
     backends = {"triton": Backend(explain, kernel), "reference": Backend(always, reference)}

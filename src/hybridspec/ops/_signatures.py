@@ -1,6 +1,6 @@
-"""What a contract asks of a tensor, as a number that is remembered while the tensor lives.
+"""What a contract needs to know of a tensor, as a number that is kept while the tensor lives.
 
-To read shape, strides, dtype and device takes as long as a small operator does, and weights and
+Reading shape, strides, dtype and device takes as long as a small operator does, and weights and
 pools are the same objects in every step.
 """
 

@@ -1,4 +1,4 @@
-"""Can Triton serve a device? Hardware and installed compiler are two questions.
+"""Whether Triton supports a device: hardware and installed compiler are two questions.
 
 Imports neither Triton nor touches a GPU by itself: the device is asked only for a tensor that
 already lives on one.

@@ -1,8 +1,8 @@
 """How much memory of the host this process may still take.
 
-A container's limit is none of the machine's figures: a process that exceeds it is killed, whatever
-the machine has free. It is looked up in the control groups that the process is in, of version 2
-(`memory.max`) and of version 1 (`memory.limit_in_bytes`).
+A container's limit does not show in the machine's figures: a process that exceeds it is killed,
+whatever the machine has free. It is looked up in the control groups that the process is in, of
+version 2 (`memory.max`) and of version 1 (`memory.limit_in_bytes`).
 """
 
 from __future__ import annotations

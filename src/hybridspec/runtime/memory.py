@@ -1,8 +1,8 @@
 """What one layer remembers of every request: logs with a cursor, as the layer is given them.
 
 A layer states its memory (`MemorySpec`): which tensors a slot and a token need. Pools, byte counts
-and what an engine says about itself follow from that, so another kind of layer needs a memory of
-its own and nothing else here.
+and an engine's description follow from that, so another kind of layer needs a memory of its own and
+nothing else here.
 """
 
 from __future__ import annotations

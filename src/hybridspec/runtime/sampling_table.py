@@ -1,4 +1,4 @@
-"""The host's side of the sampling table: who has which rows, and what is written at admission.
+"""The host's side of the sampling table: which rows are taken, and what is written at admission.
 
 A request whose bias or bad words would not fit even an empty pool is not refused: what is too large
 stays here, and the caller serves it by a step that waits for the host (`needs_eager`, `overflow`).

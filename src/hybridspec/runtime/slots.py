@@ -1,4 +1,4 @@
-"""Who owns which slot and which KV pages.
+"""Ownership of slots and KV pages.
 
 A request reserves its slot and the pages of its prompt when it is admitted, and further pages as
 it grows; who has to wait, or to give its pages up, is the caller's to decide. Prefixes of prompts

@@ -1,6 +1,6 @@
-"""Load on a server and what it feels like: the measuring side of `hybridspec bench-serve`.
+"""Load on a server and its latencies: the measuring side of `hybridspec bench-serve`.
 
-Speaks plain HTTP by itself, so that measuring needs nothing that serving needs.
+Speaks plain HTTP by itself, so that measuring needs none of the server's packages.
 """
 
 from __future__ import annotations

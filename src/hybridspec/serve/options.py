@@ -1,4 +1,4 @@
-"""How the server behaves, whatever runs it."""
+"""Options of the server, independent of what runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes back to the client: chunks of a stream, or the whole answer at the end."""
+"""Replies to a client: chunks of a stream, or the whole answer at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools that a request brings, and how a turn begins that has to call one."""
+"""Tools of a request, and the beginning of a turn that has to call one."""
 
 from __future__ import annotations
 

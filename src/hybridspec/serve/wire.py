@@ -1,4 +1,4 @@
-"""Bodies, answers and event streams as they go over the wire."""
+"""Request bodies, answers and event streams on the wire."""
 
 from __future__ import annotations
 

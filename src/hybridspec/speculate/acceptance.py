@@ -1,6 +1,6 @@
-"""What is known of drafts: how often they are accepted, and how sure the drafter was lately.
+"""Statistics of drafts: how often they are accepted, and how confident the drafter was lately.
 
-Two things are learnt apart. How often a draft of some confidence is accepted, by position,
+The two are learnt apart. How often a draft of some confidence is accepted, by position,
 changes slowly. How confident the drafts are changes with the text, and is seen without
 verification. Everything is a small tensor on the CPU: a loop over the requests of a step would hold
 up the next.

@@ -1,4 +1,4 @@
-"""What a step works on, what it is asked for, and what it says."""
+"""The inputs of a step, its options and its result."""
 
 from __future__ import annotations
 

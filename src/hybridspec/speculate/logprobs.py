@@ -1,7 +1,7 @@
 """Log-probabilities of tokens under the model's own distribution.
 
-They are log_softmax of the raw logits: before bias, penalties, temperature and filters, so they say
-what the model thought, whatever the sampler made of it.
+They are log_softmax of the raw logits: before bias, penalties, temperature and filters, so they are
+the model's own, whatever the sampler made of them.
 """
 
 from __future__ import annotations

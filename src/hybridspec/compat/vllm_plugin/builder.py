@@ -1,4 +1,4 @@
-"""The part of a metadata builder that knows of windows."""
+"""The part of a metadata builder that tracks windows."""
 
 from __future__ import annotations
 

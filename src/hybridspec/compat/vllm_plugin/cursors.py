@@ -1,4 +1,4 @@
-"""Where the window of each block lies, and how a step moves it."""
+"""The window of each block, and how a step moves it."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ def accept_rows(
     history_len: Tensor, requests: RequestTable, log: TokenLog, end_bits: Tensor, ends_from: Tensor,
     counts: Tensor, count_row: Tensor, result: StepResult | None = None, backend: str = "auto",
 ) -> StepResult:  # fmt: skip
-    """Commit what stands: the accepted drafts and one token more, cut at the first end.
+    """Commit the accepted drafts and one more token, cut at the first end.
 
         accepted   = largest n with chosen[first + j] == draft j + 1 for all j < n
         committed  = the tokens of rows 0 .. accepted up to the first that ends the request, which
                      is: an end token from position ends_from on, any token at last_position; a
-                     token of -1 (NaN logits) ends it too and is not taken in
+                     token of -1 (NaN logits) ends it too and is not committed
 
     Committed tokens go to the token log, behind position seq_len, and to the counts of requests
     that have some; the last one becomes the newest token. A request that ended is marked in
@@ -40,9 +40,9 @@ def accept_rows(
         history_len: live ring rows of each slot, [S] int32; copied to the result; in.
         requests: newest tokens, drafts, limits and ends of all slots; in-out.
         log: the token log; pages in-out, table and cursors in.
-        end_bits: bit t % 32 of word t // 32 says that token t is an end, [S, words] int32; in.
+        end_bits: bit t % 32 of word t // 32 marks token t as an end, [S, words] int32; in.
         ends_from: first position at which an end token counts, [S] int32; in.
-        counts: how often a request said a token, 15 bits, and a sign that stays, [C, V] int16;
+        counts: how often a request generated a token, 15 bits, and a sign that stays, [C, V] int16;
             in-out.
         count_row: row of `counts` of each slot, -1 = none, [S] int32; in.
         result: where the outcome goes; out.
@@ -53,7 +53,7 @@ def accept_rows(
 
     Raises:
         ValueError, TypeError: if a shape or dtype is wrong.
-        UnsupportedError: if the backend cannot serve the call.
+        UnsupportedError: if the backend does not support the call.
 
     Numerics:
         Integers only.

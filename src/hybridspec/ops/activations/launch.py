@@ -13,7 +13,7 @@ _BLOCK = 1024
 
 
 def explain(x: Tensor, gate: Tensor, out: Tensor, is_silu: bool) -> str | None:
-    """Say why the Triton kernel cannot serve a call, or return None."""
+    """Return why the Triton kernel does not support a call, or None."""
     return explain_tensors([("x", x), ("gate", gate), ("out", out)])
 
 

@@ -90,7 +90,7 @@ def prefill(
 
 
 def explain_verify(rows: Rows, taps: Taps, log: Log, batch: Batch) -> dict[str, str | None]:
-    """Say of each backend, in order of preference, why it cannot serve a verify call, or None."""
+    """Return for each backend, by preference, why it does not support a verify call, or None."""
     return _verify.explain(rows, taps, log, batch)
 
 

@@ -18,7 +18,7 @@ _PREFILL_ROWS = 16  # of a tile, and the most inputs that a request keeps
 
 
 def explain_verify(rows: Rows, taps: Taps, log: Log, batch: Batch) -> str | None:
-    """Say why the Triton kernel cannot serve a verify call, or return None."""
+    """Return why the Triton kernel does not support a verify call, or None."""
     reason = _explain(rows, taps, log)
     if reason is None and batch.max_rows > _MAX_TOKENS:
         reason = f"max_verify_tokens is {batch.max_rows}, the kernel takes up to {_MAX_TOKENS}"
@@ -26,7 +26,7 @@ def explain_verify(rows: Rows, taps: Taps, log: Log, batch: Batch) -> str | None
 
 
 def explain_prefill(rows: Rows, taps: Taps, log: Log, batch: Batch) -> str | None:
-    """Say why the Triton kernel cannot serve a prefill call, or return None."""
+    """Return why the Triton kernel does not support a prefill call, or None."""
     reason = _explain(rows, taps, log)
     width = taps.weight.shape[1]
     if reason is None and width - 1 > _PREFILL_ROWS:

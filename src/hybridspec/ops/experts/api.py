@@ -67,7 +67,7 @@ def mix(
 def explain(
     x: Tensor, scores: Tensor, matrices: Matrices, out: Tensor, experts_per_row: int
 ) -> dict[str, str | None]:
-    """Say of each backend, in order of preference, why it cannot serve a call, or None."""
+    """Return for each backend, by preference, why it does not support a call, or None."""
     return _op.explain(x, scores, matrices, out, experts_per_row, True)
 
 

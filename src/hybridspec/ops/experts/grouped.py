@@ -16,7 +16,7 @@ __all__ = ["explain", "mix", "products_at_once"]
 def explain(
     x: Tensor, scores: Tensor, matrices: Matrices, out: Tensor, per_row: int, is_normalized: bool
 ) -> str | None:
-    """Say why torch's grouped product cannot serve a call, or return None."""
+    """Return why torch's grouped product does not support a call, or None."""
     if x.device.type != "cuda":
         return "on a CPU it is slower where experts have no rows"
     if x.dtype is not torch.bfloat16:

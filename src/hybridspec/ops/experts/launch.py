@@ -75,7 +75,7 @@ def choose_config(num_rows: int, itemsize: int) -> LaunchConfig:
 def explain(
     x: Tensor, scores: Tensor, matrices: Matrices, out: Tensor, per_row: int, is_normalized: bool
 ) -> str | None:
-    """Say why the Triton kernels cannot serve a call, or return None."""
+    """Return why the Triton kernels do not support a call, or None."""
     named = [("x", x), ("scores", scores), ("out", out)]
     named += zip(Matrices._fields, matrices, strict=True)
     reason = explain_tensors(named)

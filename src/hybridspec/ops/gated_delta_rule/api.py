@@ -124,7 +124,7 @@ def verify(
         slots: slot of each request, -1 = padding, no slot twice, [B], int32; contiguous; in.
         max_verify_tokens: most rows of one request, at most `ring.max_window`.
         is_fold: which requests fold, with rows or without, [B], int8, from `decide_folds`. None:
-            nobody folds. A step that folded must be committed; in.
+            none folds. A step that folded must be committed; in.
         scale: factor of the outputs; None is K^-0.5.
         use_qk_l2norm: whether q and k are first scaled to length one per head.
         beta_scale: 2 lets the state have negative eigenvalues.
@@ -176,7 +176,7 @@ def fold(
     state: Tensor, ring: RingView, slots: Tensor, *,
     is_fold: Tensor, state_scale: Tensor | None = None, backend: str = "auto",
 ) -> None:  # fmt: skip
-    """Take the live windows of the marked requests into their checkpoints; cursors stay.
+    """Fold the live windows of the marked requests into their checkpoints; cursors stay.
 
     S <- e^{G_P} S + sum_j e^{G_P - G_j} u_j k_j^T over the P live rows. `commit` with the same
     `is_fold` then empties the windows.
@@ -228,7 +228,7 @@ def materialize(
 def explain_verify(
     rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> dict[str, str | None]:
-    """Say of each backend, in order of preference, why it cannot serve a verify call, or None."""
+    """Return for each backend, by preference, why it does not support a verify call, or None."""
     return _verify.explain(rows, gates, state, ring, batch)
 
 
@@ -236,7 +236,7 @@ def explain_prefill(
     rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch, *,
     chunk_size: int = 64,
 ) -> dict[str, str | None]:  # fmt: skip
-    """Say of each backend, in order of preference, why it cannot serve a prefill, or None."""
+    """Return for each backend, by preference, why it does not support a prefill, or None."""
     return _prefill.explain(rows, gates, state, ring, batch, chunk_size)
 
 

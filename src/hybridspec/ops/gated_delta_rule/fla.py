@@ -110,7 +110,7 @@ def fixed_configurations(target: tuple[int, int]) -> Iterator[None]:
 def explain(
     rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch, chunk_size: int
 ) -> str | None:
-    """Say why the library cannot serve a prefill call, or return None; on a GPU warn of it once."""
+    """Return why the library does not support a prefill call, or None; on a GPU warn of it once."""
     reason = _explain(rows, gates, state, batch, chunk_size)
     if reason is not None and rows.q.is_cuda:
         _warn_once(reason)

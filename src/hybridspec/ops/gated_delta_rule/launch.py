@@ -146,7 +146,7 @@ def _largest_divisor_power(size: int) -> int:
 def explain_verify(
     rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> str | None:
-    """Say why the Triton kernel cannot serve a verify call, or return None."""
+    """Return why the Triton kernel does not support a verify call, or None."""
     reason = explain_tensors(
         [
             ("q", rows.q),
@@ -164,7 +164,7 @@ def explain_verify(
 
 
 def explain_advance(state: State, ring: RingView, *marks: object) -> str | None:
-    """Say why the Triton kernel cannot serve a fold or materialize call, or return None."""
+    """Return why the Triton kernel does not support a fold or materialize call, or None."""
     reason = explain_tensors([("state", state.values), ("ring.k", ring.k), ("ring.u", ring.u)])
     return reason or _explain_pools(state.values, ring)
 

@@ -129,7 +129,7 @@ def choose_config(num_heads: int, value_dim: int, state_dtype: torch.dtype) -> C
 def explain_verify(
     rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> str | None:
-    """Say why the CUDA kernel cannot serve a verify call, or return None."""
+    """Return why the CUDA kernel does not support a verify call, or None."""
     return explain_device(rows.q) or explain_tensors(rows, gates, state, ring, batch)
 
 

@@ -26,7 +26,7 @@ STAGES = 3
 def explain_verify(
     rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> str | None:
-    """Say why the kernel cannot serve a verify call, or return None."""
+    """Return why the kernel does not support a verify call, or None."""
     reason = launch.explain_verify(rows, gates, state, ring, batch)
     if reason is not None:
         return reason

@@ -104,7 +104,7 @@ def _reference(
 
 
 def _explain(rows: Rows, gates: Gates, state: Tensor, *others: Any) -> str | None:
-    """Say why the kernel cannot serve a call, or return None."""
+    """Return why the kernel does not support a call, or None."""
     named = [("q", rows.q), ("a", rows.a), ("b", rows.b), ("state", state), ("out", rows.out)]
     reason = explain_tensors(named)
     if reason is None and state.shape[2] % _BLOCK_V:

@@ -114,7 +114,7 @@ def verify_raw_rows(
 def explain_verify_raw(
     rows: Rows, gates: Gates, state: State, ring: RawRingView, batch: FoldingBatch
 ) -> dict[str, str | None]:
-    """Say of each backend, in order of preference, why it cannot serve a call, or None."""
+    """Return for each backend, by preference, why it does not support a call, or None."""
     return _verify_raw.explain(rows, gates, state, ring, batch)
 
 

@@ -49,7 +49,7 @@ Params, Constants = declare(_POINTERS, _STRIDES + _INTEGERS)  # Params: see raw_
 def explain(
     rows: Rows, gates: Gates, state: State, ring: RawRingView, batch: FoldingBatch
 ) -> str | None:
-    """Say why the CUDA kernel cannot serve a call, or return None."""
+    """Return why the CUDA kernel does not support a call, or None."""
     return explain_device(rows.q) or explain_call(rows, gates, state, ring, batch)
 
 

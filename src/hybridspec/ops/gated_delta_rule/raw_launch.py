@@ -18,7 +18,7 @@ _MAX_ROWS = 16  # of window and step
 def explain(
     rows: Rows, gates: Gates, state: State, ring: RawRingView, batch: FoldingBatch
 ) -> str | None:
-    """Say why the Triton kernel cannot serve a call, or return None."""
+    """Return why the Triton kernel does not support a call, or None."""
     reason = explain_tensors(
         [
             *(("q" if name == "q" else name, part) for name, part in rows._asdict().items()),

@@ -1,8 +1,8 @@
 """Triton kernel of the verify step over a raw ring: window and step as one system of 16 rows.
 
-One program serves one request and one value head (or a part of its value rows). Row j of every tile
-is row j since the checkpoint, live rows first, then those of the step, whose queries stand beside
-their keys. With M = (I - N)^-1 of the keys' couplings N, and C those of the queries,
+One program handles one request and one value head (or a part of its value rows). Row j of every
+tile is row j since the checkpoint, live rows first, then those of the step, whose queries stand
+beside their keys. With M = (I - N)^-1 of the keys' couplings N, and C those of the queries,
 
     r = beta (v - e^c S k);   u = M r;   y = scale e^c S q + C M r
 

@@ -1,6 +1,6 @@
 """Triton kernel of the verify step: corrections, outputs, append and fold in one pass.
 
-One program of one warp serves one request and one value head (or a part of its value rows). The
+One program of one warp handles one request and one value head (or a part of its value rows). The
 recurrence over the T new rows is solved on 2T x 2T coefficients, rows and columns k_1..k_T, then
 q_1..q_T. The state is then read once, tile by tile: [u; y] = (M gamma e^{G_P} X) S0^T +
 (M gamma Z w) U_hist + (M beta) V, and a folding step updates and stores it from the same tile.

@@ -49,7 +49,7 @@ def look_up(
 
     Raises:
         ValueError, TypeError: if a shape, dtype or option is wrong.
-        UnsupportedError: if the backend cannot serve the call.
+        UnsupportedError: if the backend does not support the call.
     """
     check_option("count", count, int, low=0)
     size, device = slots.shape[0], slots.device

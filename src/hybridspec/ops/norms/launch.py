@@ -14,7 +14,7 @@ _TILE = 1024  # elements of a program, where a head is not larger
 
 
 def explain(x: Tensor, gate: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> str | None:
-    """Say why the Triton kernel cannot serve a call, or return None."""
+    """Return why the Triton kernel does not support a call, or None."""
     named = [("x", x), ("weight", weight), ("out", out)]
     if gate is not None:
         named.append(("gate", gate))

@@ -110,12 +110,12 @@ def prefill(
 
 
 def explain_verify(rows: Rows, pages: Pages, batch: Batch) -> dict[str, str | None]:
-    """Say of each backend, in order of preference, why it cannot serve a verify call, or None."""
+    """Return for each backend, by preference, why it does not support a verify call, or None."""
     return _verify.explain(rows, pages, batch)
 
 
 def explain_prefill(rows: Rows, pages: Pages, batch: Batch) -> dict[str, str | None]:
-    """Say of each backend, in order of preference, why it cannot serve a prefill call, or None."""
+    """Return for each backend, by preference, why it does not support a prefill call, or None."""
     return _prefill.explain(rows, pages, batch)
 
 

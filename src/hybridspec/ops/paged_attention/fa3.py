@@ -83,7 +83,7 @@ def _disabled(config_name: str) -> frozenset[str]:
 
 
 def explain(rows: Rows, pages: Pages, batch: Batch) -> str | None:
-    """Say why FlashAttention-3 cannot serve a call, or return None."""
+    """Return why FlashAttention-3 does not support a call, or None."""
     q, device = rows.q, capability(rows.q)
     if device == CPU_CAPABILITY:
         return "the tensors are not on a CUDA device"

@@ -188,7 +188,7 @@ def explain_call(
 
 
 def explain_verify(rows: Rows, pages: Pages, batch: Batch) -> str | None:
-    """Say why the Triton kernels cannot serve a verify call, or return None."""
+    """Return why the Triton kernels do not support a verify call, or None."""
     reason = explain_call(rows, pages, batch, ("k", "v", "k_pages", "v_pages"))
     if reason is not None:
         return reason

@@ -31,7 +31,7 @@ def num_pieces(max_positions: int) -> int:
 
 
 def explain_verify(rows: Rows, pages: Pages, batch: Batch) -> str | None:
-    """Say why the kernels cannot serve a verify call, or return None."""
+    """Return why the kernels do not support a verify call, or None."""
     return launch.explain_verify(rows, pages, batch)
 
 

@@ -56,7 +56,7 @@ def multiply(
 def explain_multiply(
     x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor
 ) -> dict[str, str | None]:
-    """Say of each backend, in order of preference, why it cannot serve a call, or None."""
+    """Return for each backend, by preference, why it does not support a call, or None."""
     return _multiply.explain(x, weight, residual, out)
 
 

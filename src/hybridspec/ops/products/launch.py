@@ -83,7 +83,7 @@ def choose_launch(target: tuple[int, int], num_rows: int, itemsize: int) -> Laun
 
 
 def explain(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> str | None:
-    """Say why the kernels cannot serve a call, or return None."""
+    """Return why the kernels do not support a call, or None."""
     named = [("x", x), ("weight", weight), ("out", out)]
     return explain_tensors(named if residual is None else [*named, ("residual", residual)])
 

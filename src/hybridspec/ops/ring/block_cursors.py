@@ -113,7 +113,7 @@ def _check_reset(
 
 
 def _explain(cursors: BlockCursors, *arguments: Any) -> str | None:
-    """Say why the kernels cannot serve these cursors, or return None."""
+    """Return why the kernels do not support these cursors, or None."""
     return explain_tensors([("history_len", cursors.history_len)], INTEGERS)
 
 

@@ -26,14 +26,14 @@ _BLOCK_ELEMENTS = 1024
 
 
 def explain_cursors(*arguments: Any) -> str | None:
-    """Say why the kernels on cursors cannot serve these arguments, or return None."""
+    """Return why the kernels on cursors do not support these arguments, or None."""
     flat = itertools.chain(*(part if isinstance(part, tuple) else (part,) for part in arguments))
     tensors = [part for part in flat if isinstance(part, Tensor)]
     return explain_tensors([(f"cursor {i}", part) for i, part in enumerate(tensors)], INTEGERS)
 
 
 def explain_slots(*arguments: Any) -> str | None:
-    """Say why the kernels on whole slots cannot serve these slots and pools, or return None."""
+    """Return why the kernels on whole slots do not support these slots and pools, or None."""
     *slots, pools = arguments
     named = [("slots", slots[0]), *((f"pools[{i}]", pool) for i, pool in enumerate(pools))]
     for name, pool in named:

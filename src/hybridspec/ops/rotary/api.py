@@ -72,7 +72,7 @@ def _check(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, eps
 def explain(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, eps: float
 ) -> dict[str, str | None]:
-    """Say of each backend, in order of preference, why it cannot serve a call, or None."""
+    """Return for each backend, by preference, why it does not support a call, or None."""
     return _op.explain(x, weight, cos, sin, out, eps)
 
 

@@ -16,7 +16,7 @@ _TILE = 1024  # elements of a program
 def explain(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, out: Tensor, eps: float
 ) -> str | None:
-    """Say why the Triton kernel cannot serve a call, or return None."""
+    """Return why the Triton kernel does not support a call, or None."""
     named = [("x", x), ("weight", weight), ("cos", cos), ("sin", sin), ("out", out)]
     reason = explain_tensors(named)
     if reason is None and x.shape[2] > _MAX_HEAD_DIM:

@@ -65,7 +65,7 @@ def choose(
 
     Raises:
         ValueError, TypeError: if a shape or dtype is wrong.
-        UnsupportedError: if the backend cannot serve the call.
+        UnsupportedError: if the backend does not support the call.
 
     Numerics:
         Edits in fp32, one rounding per operation; scores in fp64 with noise rounded to fp32;
@@ -80,7 +80,7 @@ def choose(
 
 
 def explain_choose(device: torch.device) -> dict[str, str | None]:
-    """Say of each backend, in order of preference, why it cannot serve a device, or None."""
+    """Return for each backend, by preference, why it does not support a device, or None."""
     slots = torch.zeros(1, dtype=torch.int32, device=device)
     pages, drafts = slots.view(1, 1), slots.view(1, 1).long()
     table, text = SamplingTable.create(1, 1, device=device), Text(slots, drafts, pages, pages)

@@ -58,7 +58,7 @@ def select_rows(
 
     Row 0 of each live request (slot >= 0) is always in. The rest of the budget goes to the drafts
     with the highest `survival_scores`, equal scores in the order request, then draft. Scores never
-    rise along a request, so its chosen rows are its first ones, and lengths say everything.
+    rise along a request, so its chosen rows are its first ones, and lengths describe the choice.
 
     Args:
         confidences: [B, k], floating, any row stride; in.
@@ -75,7 +75,7 @@ def select_rows(
 
     Raises:
         ValueError, TypeError: if a shape, dtype or the budget is wrong.
-        UnsupportedError: if the backend cannot serve the call.
+        UnsupportedError: if the backend does not support the call.
 
     Numerics:
         Integers and `survival_scores`: the same bits in every run and on every backend.
@@ -121,7 +121,7 @@ def build_params(
 
     Raises:
         ValueError, TypeError: if a shape or dtype is wrong.
-        UnsupportedError: if the backend cannot serve the call.
+        UnsupportedError: if the backend does not support the call.
     """
     cursors = Cursors(seq_len, history_len, ring_start, max_window)
     _build_params(token_ids, slots, cursors, plan, backend=backend)
@@ -155,7 +155,7 @@ def plan_step(
 
     Raises:
         ValueError, TypeError: if a shape, dtype or the budget is wrong.
-        UnsupportedError: if the backend cannot serve the call.
+        UnsupportedError: if the backend does not support the call.
     """
     is_wide = getattr(confidences, "shape", None) == getattr(token_ids, "shape", None)
     if is_wide and isinstance(confidences, Tensor) and confidences.dim() == 2:

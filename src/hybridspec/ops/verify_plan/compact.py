@@ -29,7 +29,7 @@ def compact_hidden(
 
     Raises:
         ValueError, TypeError: if a shape, stride or dtype is wrong.
-        UnsupportedError: if the backend cannot serve the call.
+        UnsupportedError: if the backend does not support the call.
     """
     if out is None:
         dims: Dims = {}
@@ -58,7 +58,7 @@ def compact_sampling(
 
     Raises:
         ValueError, TypeError: if a shape or dtype is wrong.
-        UnsupportedError: if the backend cannot serve the call.
+        UnsupportedError: if the backend does not support the call.
     """
     if out is None:
         check("sources", sources, "N", {})

@@ -41,7 +41,7 @@ def compact_groups(
 
     Raises:
         ValueError, TypeError: if a shape or dtype is wrong, or on a CPU there are too many groups.
-        UnsupportedError: if the backend cannot serve the call.
+        UnsupportedError: if the backend does not support the call.
     """
     dims: Dims = {}
     for name, tensor in (("requests", requests), ("seq_len", seq_len), ("marks", marks)):
@@ -68,7 +68,7 @@ def copy_page_table(
 
     Raises:
         ValueError, TypeError: if a shape or dtype is wrong.
-        UnsupportedError: if the backend cannot serve the call.
+        UnsupportedError: if the backend does not support the call.
     """
     _copy_page_table(page_table, source, requests.contiguous(), backend=backend)
 

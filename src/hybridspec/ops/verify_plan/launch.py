@@ -64,22 +64,22 @@ def launch_config(num_requests: int, num_drafts: int) -> LaunchConfig:
 
 
 def explain(anchor: Tensor, *others: object) -> str | None:
-    """Say why the kernels cannot serve a call on the device of a tensor, or return None."""
+    """Return why the kernels do not support a call on the device of a tensor, or None."""
     return explain_tensors([("the first tensor", anchor)], (anchor.dtype,))
 
 
 def explain_drafts(drafts: Drafts, *others: object) -> str | None:
-    """Say why the kernels cannot serve a call with these drafts, or return None."""
+    """Return why the kernels do not support a call with these drafts, or None."""
     return _explain_number(drafts.confidences.shape[1]) or explain(drafts.confidences)
 
 
 def explain_tokens(token_ids: Tensor, *others: object) -> str | None:
-    """Say why the kernels cannot serve a call with these tokens, or return None."""
+    """Return why the kernels do not support a call with these tokens, or None."""
     return _explain_number(token_ids.shape[1] - 1) or explain(token_ids)
 
 
 def explain_columns(columns: SamplingColumns, *others: object) -> str | None:
-    """Say why the kernels cannot serve a call with these columns, or return None."""
+    """Return why the kernels do not support a call with these columns, or None."""
     return explain(columns.temperature)
 
 
