@@ -23,6 +23,7 @@ import itertools
 import json
 import random
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -174,7 +175,7 @@ class Check:
         self._models: dict[str, Any] = {}
 
     def run(self, setting: Setting, state: str, plain: Plain | None, seed: int) -> dict[str, Any]:
-        """Run a setting, all requests at once where nothing is known yet.
+        """Run a setting, requests in their order and all at once where nothing is known yet.
 
         Returns:
             What plain decoding gave if `plain` is None, else a row of the table.
@@ -336,21 +337,22 @@ def report(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str
 def main() -> int:
     args = arguments()
     check, plain, rows = Check(args), dict[str, Plain](), list[dict[str, Any]]()
-    was_kept = args.kept is not None and args.kept.exists()
-    if was_kept:
+    if args.kept is not None and args.kept.exists():
         plain = {name: Plain(**one) for name, one in json.loads(args.kept.read_text()).items()}
     for state in args.state_dtypes:
         if state not in plain:
             first = Setting(name="plain", batch=max(BATCHES))
             plain[state] = Plain(**check.run(first, state, None, args.seed))
+            if args.kept is not None:
+                args.kept.write_text(json.dumps({name: vars(one) for name, one in plain.items()}))
         for number, setting in enumerate([] if args.only_plain else all_settings(args)):
+            started = time.perf_counter()
             row = check.run(setting, state, plain[state], args.seed + number)
+            row["seconds"] = round(time.perf_counter() - started, 1)
             rows.append(row)
             print(*(f"{name} {value}" for name, value in row.items()), sep="  ", flush=True)
             if args.json:
                 args.json.write_text(json.dumps(report(args, rows)) + "\n")
-    if args.kept is not None and not was_kept:
-        args.kept.write_text(json.dumps({name: vars(one) for name, one in plain.items()}))
     result = report(args, rows)
     print(json.dumps(result))
     return 0 if result["is_right"] or args.only_plain else 1
