@@ -1,12 +1,12 @@
 """exact="bitwise" held to its word: whole engines with drafts against plain decoding.
 
-Requests join at random and some are cancelled. Drafts come from the head, from a request's own
-text, or from what plain decoding said, a tenth of them spoilt; batches, budgets of rows and numbers
-of drafts differ, prompts are processed in chunks beside those that decode or begin where a chunk of
-another ended, steps are captured and not. Every logit of every committed token, and what is kept of
-a request at its end (checkpoint, rows of the window, inputs of the convolution), must have the bits
-that plain decoding gave them. They are compared by digests (`digests.py`). The fast mode runs as a
-control: there something has to differ.
+Requests join at random, some are cancelled, some preempted. Drafts come from the head, from a
+request's own text, or from what plain decoding said, a tenth of them spoilt; batches, budgets of
+rows and numbers of drafts differ, prompts are processed in chunks beside those that decode or begin
+where a chunk of another ended, steps are captured and not. Every logit of every committed token,
+and what is kept of a request at its end (checkpoint, rows of the window, inputs of the
+convolution), must have the bits that plain decoding gave them. They are compared by digests
+(`digests.py`). The fast mode runs as a control: there something has to differ.
 
 With `--kept FILE` plain decoding's digests are read from a file, or written if there is none, so
 that processes can be compared; `--part I --parts N` runs a share of the settings.
@@ -40,6 +40,7 @@ from hybridspec.engine import resolve
 from hybridspec.engine.request import Request
 from hybridspec.models import ModelConfig
 from hybridspec.speculate import choose, step
+from random_requests import limit_pages
 
 BATCHES = (64, 5, 16, 1, 33, 2, 64, 8)
 LENGTHS = (3, 20, 64, 65, 150, 300, 700, 1300)
@@ -66,6 +67,8 @@ class Setting:
         drafter: "mtp", "lookup" or "known": taken from plain decoding.
         batch: most requests at a time.
         is_mixed: whether each request wants a number of drafts of its own.
+        has_few_pages: whether there are pages for two long requests only, so that some are
+            preempted.
         options: of the engine.
     """
 
@@ -74,6 +77,7 @@ class Setting:
     drafter: str = "mtp"
     batch: int
     is_mixed: bool = False
+    has_few_pages: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -97,6 +101,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=140, help="most new tokens of a request")
     parser.add_argument("--longest", type=int, default=max(LENGTHS), help="most prompt tokens")
     parser.add_argument("--chunk", type=int, default=512, help="prompt rows of a forward")
+    parser.add_argument("--page-size", type=int, default=resolve.PAGE_SIZE, help="tokens of a page")
     parser.add_argument("--drafts", type=int, nargs="+", default=list(range(1, 8)))
     parser.add_argument("--kept", type=Path, help="file with what plain decoding gave")
     parser.add_argument("--only-plain", action="store_true", help="write that file, nothing else")
@@ -127,6 +132,7 @@ def all_settings(args: argparse.Namespace) -> list[Setting]:
         Setting(name="plain, eager", batch=5, options=eager),
         Setting(name="known, eager", batch=33, options=eager, **known),
         Setting(name="known, reused prefixes", batch=16, options=reused, **known),
+        Setting(name="known, few pages", batch=16, options=reused, has_few_pages=True, **known),
     ]
     mine = found[args.part :: args.parts]
     return [*mine, Setting(name="control: fast", batch=16, options=fast, **known)]
@@ -182,6 +188,8 @@ class Check:
         """
         with self._engine(setting, state) as llm:
             rng = random.Random(seed)
+            if setting.has_few_pages:
+                limit_pages(llm._engine, 5 * -(-self.positions // resolve.PAGE_SIZE) // 2)
             requests = self._requests(llm, setting, plain, rng)
             known = [[] if plain is None else plain.tokens[i] for i in range(len(self.cases))]
             self.recorder.follow(llm._engine, requests, [spoilt(rng, one) for one in known])
@@ -202,6 +210,7 @@ class Check:
                 "drafted": sum(k * sum(row) for k, row in outcomes),
                 "accepted": sum(j * n for _, row in outcomes for j, n in enumerate(row)),
                 "reused": counters.prefix_hits,
+                "preempted": counters.num_preemptions,
                 "requests": len(requests),
                 **compare(requests, found, plain),
             }
@@ -336,6 +345,7 @@ def report(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str
 
 def main() -> int:
     args = arguments()
+    resolve.PAGE_SIZE = args.page_size
     check, plain, rows = Check(args), dict[str, Plain](), list[dict[str, Any]]()
     if args.kept is not None and args.kept.exists():
         plain = {name: Plain(**one) for name, one in json.loads(args.kept.read_text()).items()}

@@ -48,9 +48,8 @@ def check_slot(engine: Engine, request: Request, draft_limit: int) -> None:
     prompt, pages = request.prompt_token_ids, list(engine.allocator.pages_of(slot))
     row = pools.page_table[slot].tolist()
     assert row == pages + [-1] * (len(row) - len(pages))
-    rows = len(prompt) + request.limit
-    if engine.scheduler.is_set_back:  # of the prompt, and of what its prefill brings
-        rows = min(len(prompt) + table_rows(engine), rows)
+    # Of the prompt, and of what its prefill brings.
+    rows = min(len(prompt) + table_rows(engine), len(prompt) + request.limit)
     assert len(pages) == -(-rows // pools.page_size)
     logged = pools.token_pages[pages].flatten().tolist()
     assert logged[: len(prompt)] == prompt

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helpers.drafters import random_script, right_script, run, scripted_engine, wrong_script
+from helpers.small_pools import fix_pools
 from helpers.tiny_checkpoints import TinyCheckpoint, build_tiny_checkpoint
 from hybridspec import LLM, SamplingParams, UnsupportedError
 from hybridspec.config import EngineConfig
@@ -152,9 +153,9 @@ def test_what_cannot_be_exact_on_some_device(
     check_bitwise(EngineConfig(), ModelConfig.from_folder(folder), torch.device("cpu"), torch.half)
 
 
-@pytest.mark.parametrize("has_cuts", [False, True], ids=["where chunks end", "elsewhere"])
+@pytest.mark.parametrize("is_bitwise", [True, False], ids=["where chunks end", "elsewhere"])
 def test_reused_prefixes(
-    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, has_cuts: bool
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, is_bitwise: bool
 ) -> None:
     """Chunks of 24 tokens and pages of 8: what ends elsewhere has states that are rounded there."""
     monkeypatch.setitem(scheduler.PROMPT_CHUNKS, "cpu", 24)
@@ -166,12 +167,43 @@ def test_reused_prefixes(
     whole = LLM(tiny.folder, enable_prefix_caching=False, **options)
     right = [reports_of(whole, [prompt], params[:1])[0] for prompt in prompts]
     llm = LLM(tiny.folder, **options)
-    assert not llm._engine.scheduler.has_cuts
-    llm._engine.scheduler.has_cuts = has_cuts
+    assert llm._engine.scheduler.is_bitwise
+    llm._engine.scheduler.is_bitwise = is_bitwise
     found = [reports_of(llm, prompts, params) for _ in range(2)]
-    assert (found == [right, right]) != has_cuts
-    if not has_cuts:
+    assert (found == [right, right]) == is_bitwise
+    if is_bitwise:
         assert llm.counters().prefix_hits == 7 * 48 + 2 * 24
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "late", "is_bitwise"),
+    [
+        pytest.param(0, 0, True, id="plain"),
+        pytest.param(3, 1, True, id="mtp, one step late"),
+        pytest.param(3, 0, False, id="answers are prefilled"),
+    ],
+)
+def test_preempted_requests(
+    tiny: TinyCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    alone_in_16_bits: Reports,
+    num_drafts: int,
+    late: int,
+    is_bitwise: bool,
+) -> None:
+    """Pages for two of four; a preempted one says again what it said, and nobody hears it twice."""
+    monkeypatch.setattr(resolve, "PAGE_SIZE", 8)
+    llm = LLM(tiny.folder, draft_tokens=num_drafts, state_dtype="bfloat16", **BITWISE)
+    engine = llm._engine
+    fix_pools(engine, num_slots=5, num_pages=22)
+    engine.run_ahead, engine.scheduler.is_bitwise = late, is_bitwise
+    requests = run(engine, PROMPTS, PARAMS)
+    found = [values(request.logprobs) for request in requests]
+    assert (found == alone_in_16_bits) == is_bitwise
+    assert engine.counters().num_preemptions > 0
+    for request, params in zip(requests, PARAMS, strict=True):
+        added = [token for step in request.outbox for token in step.token_ids]
+        assert added == request.token_ids and len(added) == params.max_tokens
 
 
 def test_a_mixture_of_experts(tmp_path_factory: pytest.TempPathFactory) -> None:

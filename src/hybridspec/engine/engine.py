@@ -23,7 +23,7 @@ from hybridspec.engine.isolation import ProcessGuard, torch_defaults
 from hybridspec.engine.memory import make_pools
 from hybridspec.engine.prompt_graphs import capture_prompts
 from hybridspec.engine.request import Request, RequestGroup
-from hybridspec.engine.resolve import begins_anew, resolve
+from hybridspec.engine.resolve import resolve
 from hybridspec.engine.rules import check_params, counted_logprobs, make_options
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
@@ -111,8 +111,7 @@ class Engine:
             self.allocator,
             self.runner,
             max_prompt_rows=self.config.max_num_batched_tokens,
-            is_set_back=begins_anew(self.config),
-            has_cuts=self.config.exact != "bitwise",  # a chunk's bits depend on where it begins
+            is_bitwise=self.config.exact == "bitwise",
         )
         self._ids = itertools.count()
         self.lock = threading.Lock()

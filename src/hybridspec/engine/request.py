@@ -97,7 +97,8 @@ class Request:
         room: tokens that its pages hold; those of its longest form if they hold all of it.
         num_prefilled: rows of the prefill already processed.
         prefill_end: rows of the prefill: the prompt, and where the request begins anew, what it has
-            said as well.
+            said as well, unless that is decoded again.
+        num_replayed: tokens of the continuation that are still to be decoded again.
         prefix_keys: of every page border in front of the last row, where prefixes are reused.
         cuts: where its prefill is cut to keep states, besides the ends of chunks.
         finish_reason, stop_reason: as in CompletionOutput.
@@ -118,6 +119,7 @@ class Request:
     room: int = 0
     num_prefilled: int = 0
     prefill_end: int = 0
+    num_replayed: int = 0
     prefix_keys: list[bytes] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -169,6 +171,11 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens of prompt and continuation."""
         return len(self.history)
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens that the prefill of a request that waits runs over."""
+        return len(self.history) - self.num_replayed
 
     @property
     def max_tokens_in_logs(self) -> int:

@@ -23,7 +23,7 @@ from hybridspec.models.hybrid import memory_specs
 from hybridspec.models.layers import ATTENTION
 from hybridspec.runtime import MemoryOptions, MemorySpecs
 
-__all__ = ["Resolved", "begins_anew", "model_folder", "resolve"]
+__all__ = ["Resolved", "model_folder", "resolve"]
 
 _log = logging.getLogger("hybridspec")
 
@@ -238,14 +238,6 @@ def _reuses_prefixes(config: EngineConfig) -> bool:
     Where a page holds a whole request none can be shared.
     """
     return config.kv_layout == "paged" and config.enable_prefix_caching is not False
-
-
-def begins_anew(config: EngineConfig) -> bool:
-    """Whether requests may be preempted for want of pages, options resolved.
-
-    What is computed anew is computed in chunks, whose bits differ from those of steps.
-    """
-    return config.exact != "bitwise"
 
 
 def _most_requests(device: torch.device) -> int:

@@ -104,7 +104,10 @@ class Runner:
         assert slot is not None
         self.fit_tables()
         return self.decoder.sampling.write(
-            slot, request.options, prompt=request.prompt_token_ids, output=request.token_ids
+            slot,
+            request.options,
+            prompt=request.prompt_token_ids,
+            output=request.token_ids[request.num_replayed :],
         )
 
     def write(self, admitted: Sequence[Request]) -> None:
@@ -301,6 +304,12 @@ class Runner:
         reports: list[TokenLogprobs] | None = None
         if report is not None and (count := request.params.logprobs) is not None:
             reports = report.read(tokens, [count] * len(tokens), first)
+        if request.num_replayed:  # they are there already
+            known = min(len(tokens), request.num_replayed)
+            request.num_replayed -= known
+            tokens, reports = tokens[known:], None if reports is None else reports[known:]
+            if not tokens and not taken.done:
+                return
         if taken.done == RequestTable.DONE_BY_NAN:
             tokens, reports = [*tokens, NO_TOKEN], None if reports is None else [*reports, {}]
         is_first = launch.plan is None and request.num_generated == 0

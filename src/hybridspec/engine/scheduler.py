@@ -39,9 +39,8 @@ class Scheduler:
         allocator: gives them out.
         runner: is told who gets a slot and who leaves it.
         max_prompt_rows: prompt rows of all requests per forward.
-        is_set_back: whether requests may begin anew for want of pages; if not, each takes all that
-            it can ever need when it is admitted.
-        has_cuts: whether a prefill is also cut elsewhere than where chunks end, to keep its states.
+        is_bitwise: whether a prefill is cut nowhere else than where chunks end, and what a
+            preempted request had said is decoded again, not prefilled: else bits would differ.
 
     Attributes:
         max_chunk: prompt rows of one request per forward, and of all requests where some decode,
@@ -56,8 +55,7 @@ class Scheduler:
         runner: Runner,
         *,
         max_prompt_rows: int,
-        is_set_back: bool = True,
-        has_cuts: bool = True,
+        is_bitwise: bool = False,
     ) -> None:
         self.allocator = allocator
         self.runner = runner
@@ -69,8 +67,7 @@ class Scheduler:
         chunk = PROMPT_CHUNKS[device] if runner.prompts is None else CAPTURED_CHUNK
         self.max_chunk = min(chunk, max_prompt_rows)
         self.keeps_last_border = device == "cpu"
-        self.is_set_back = is_set_back
-        self.has_cuts = has_cuts
+        self.is_bitwise = is_bitwise
         self.page_size = allocator.pools.page_size
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
@@ -113,7 +110,7 @@ class Scheduler:
 
     def _place(self, request: Request) -> bool:
         """Give a request its room, and say whether there is any; an error leaves none taken."""
-        if request.prefill_end != request.num_tokens:
+        if request.prefill_end != request.num_to_prefill:
             self._plan_prefill(request)
         prefixes, keys = self.allocator.prefixes, request.prefix_keys
         if request.params.prompt_logprobs is not None and request.index == 0:
@@ -123,9 +120,7 @@ class Scheduler:
         prefix = prefixes.find(keys)
         # The prefill brings a token and drafts; who is there already can take a page before that.
         most_drafts = self.runner.decoder.requests.most_drafts
-        tokens = request.max_tokens_in_logs
-        if self.is_set_back:
-            tokens = min(request.num_tokens + most_drafts + 1, tokens)
+        tokens = min(request.num_tokens + most_drafts + 1, request.max_tokens_in_logs)
         growing = sum(one.room < one.max_tokens_in_logs for one in self._live)
         slot = self.allocator.acquire(tokens, prefix=prefix, num_spare=growing)
         if slot is None:
@@ -145,15 +140,16 @@ class Scheduler:
         return has_room
 
     def _plan_prefill(self, request: Request) -> None:
-        request.prefill_end, request.prefix_keys = request.num_tokens, []
+        request.prefill_end, request.prefix_keys = request.num_to_prefill, []
         if self.allocator.prefixes.num_states:
-            request.prefix_keys = prefix_keys(request.history, self.page_size)
+            tokens = request.history[: request.prefill_end]
+            request.prefix_keys = prefix_keys(tokens, self.page_size)
 
     def _partings(self, request: Request) -> list[int]:
         """Return the page borders, two at most, up to which most of those that wait are like it."""
         keys, counts = request.prefix_keys, Counter[int]()
         for other in itertools.islice(self.waiting, 1, _MOST_COMPARED) if keys else ():
-            if other.prefill_end != other.num_tokens:
+            if other.prefill_end != other.num_to_prefill:
                 self._plan_prefill(other)
             counts[_num_common(keys, other.prefix_keys)] += 1
         del counts[0]
@@ -165,7 +161,7 @@ class Scheduler:
         counters.prefix_queries += request.prefill_end if request.prefix_keys else 0
         counters.prefix_hits += begin
         last = len(request.prefix_keys) * size
-        if self.has_cuts:
+        if not self.is_bitwise:
             request.cuts = [last] if self.keeps_last_border else self._partings(request)
         ends = range(begin - begin % self.max_chunk, request.prefill_end, self.max_chunk)
         borders = {*ends, *request.cuts}
@@ -227,6 +223,8 @@ class Scheduler:
         """Let a request begin anew, before all that wait; what is in flight for it is dropped."""
         self.remove(request)
         request.admission = -1
+        if self.is_bitwise:
+            request.num_replayed = request.num_generated
         request.stats.preemptions += 1
         self.runner.counters.num_preemptions += 1
         self.waiting.appendleft(request)
