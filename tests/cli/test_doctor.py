@@ -113,3 +113,14 @@ def test_a_cache_that_others_can_write(cli: Callable, kernels: Path) -> None:
     assert found["state"] == "missing"
     assert str(kernels) in found["found"]
     assert _kernel_cache.FOLDER_VARIABLE in found["how"]
+
+
+def test_long_lines_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What does not fit goes on below the text, not below the name."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    doctor._print_line("ok  Triton  ", "not installed; for every kernel")
+    lines = ["ok  Triton  not installed; for", " " * 12 + "every kernel"]
+    assert capsys.readouterr().out.splitlines() == lines

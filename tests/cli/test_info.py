@@ -38,8 +38,8 @@ def test_long_facts_in_a_terminal(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "60")
     plain = re.sub(r"\x1b\[[0-9;]*m", "", cli("info").out)
-    row = "  Gated DeltaNet        2 key heads of 64, 4 value heads of"
-    assert f"{row}\n{'':24}64, convolution of 4\n" in plain
+    row = "  Gated DeltaNet               2 key heads of 64, 4 value"
+    assert f"{row}\n{'':31}heads of 64, convolution of 4\n" in plain
 
 
 def test_snapshots_are_no_topic_without_drafts(cli: Callable, fake: FakeLLM) -> None:

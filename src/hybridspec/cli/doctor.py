@@ -12,6 +12,9 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
 
 __all__ = ["Finding", "findings", "run"]
@@ -61,17 +64,29 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         width = max(len(one.name) for one in found)
         for one in found:
-            print(f"{_MARKS[one.state]:<8}{one.name:<{width}}  {one.found}; {one.enables}")
+            head = f"{_MARKS[one.state]:<8}{one.name:<{width}}  "
+            _print_line(head, f"{one.found}; for {one.enables}")
             if one.how:
-                print(f"{'':8}{'':{width}}  get it: {one.how}")
+                _print_line(" " * len(head), f"get it: {one.how}")
     needed = {"Python", "torch", "engine packages"}
     return int(any(one.name in needed and one.state == "missing" for one in found))
+
+
+def _print_line(head: str, text: str) -> None:
+    """Print one line; in a terminal, what does not fit goes on below the text."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    if columns <= 2 * len(head):
+        print(head + text)
+        return
+    margin = " " * len(head)
+    lines = textwrap.wrap(text, columns - len(head), break_on_hyphens=False)
+    print("\n".join((head if i == 0 else margin) + line for i, line in enumerate(lines)))
 
 
 def findings() -> list[Finding]:
     """Look for everything, in the order in which it depends on each other."""
     python = Finding(
-        name="Python", state="ok", found=platform.python_version(), enables="runs everything"
+        name="Python", state="ok", found=platform.python_version(), enables="everything"
     )
     extras = [
         _packages("engine packages", _ENGINE, "LLM and the command line", "engine"),
@@ -115,7 +130,8 @@ def _torch() -> Finding:
 def _device() -> Finding:
     import torch
 
-    name, enables = "CUDA device", "captured steps, kernels; without one everything runs on the CPU"
+    name = "CUDA device"
+    enables = "captured steps and kernels; without one everything runs on the CPU"
     if not torch.cuda.is_available():
         if torch.version.cuda is None:
             found, how = (
@@ -202,7 +218,7 @@ def _version(package: str) -> str:
 def _kernel_cache() -> Finding:
     from hybridspec.ops import _kernel_cache
 
-    enables = "compiled kernels kept between processes"
+    enables = "compiled kernels, kept between processes"
     try:
         place = _kernel_cache.usable_folder()
     except (OSError, RuntimeError) as error:

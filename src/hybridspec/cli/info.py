@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_json", "run", "sections"]
 
-_NAME_WIDTH = 24
+_NAME_WIDTH = 31
 _RINGS = {"u": "corrections", "raw": "rows as they came; corrections are recomputed"}
 _SHOWN_SIZES = (1, 8, 32, 128, 256)  # requests whose steps' costs are printed
 _SIZED = {"fixed": "", "off": "", "dynamic": " at most, as many as pay"}
