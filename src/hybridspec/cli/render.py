@@ -1,4 +1,4 @@
-"""How tokens, steps and numbers look in a terminal, and without one."""
+"""Tokens, steps and numbers in a terminal, and without one."""
 
 from __future__ import annotations
 

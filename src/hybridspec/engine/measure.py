@@ -1,4 +1,4 @@
-"""How long captured steps take: timed at start, with requests in their slots."""
+"""Times of captured steps, taken at start, with requests in their slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pools of an engine: how large they are at its start."""
+"""Sizes of an engine's pools at its start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request from its prompt to its last token."""
+"""One request, from its prompt to its last token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sizes the steps of an engine can have, and who chooses among them."""
+"""The sizes that the steps of an engine can have, and the choice among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a checkpoint wants its tokens sampled and where it ends: `generation_config.json`."""
+"""A checkpoint's sampling defaults and ends: `generation_config.json`."""
 
 from __future__ import annotations
 

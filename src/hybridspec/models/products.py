@@ -1,4 +1,4 @@
-"""How layers multiply rows with weights: torch's way, or with sums in one order."""
+"""Products of rows with weights: torch's, or with sums in one order."""
 
 from __future__ import annotations
 

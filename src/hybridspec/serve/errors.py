@@ -1,4 +1,4 @@
-"""Errors in the interface's shape."""
+"""Errors in the form of OpenAI's interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields of requests: their types, and what they mean to the engine."""
+"""The fields of requests: their types, and their meaning for the engine."""
 
 from __future__ import annotations
 

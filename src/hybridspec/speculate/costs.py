@@ -1,4 +1,4 @@
-"""What a step costs: seconds by requests, rows and drafts; measured, never assumed.
+"""Cost of a step: seconds by requests, rows and drafts; measured, never assumed.
 
 A captured step takes what its sizes take, a staircase, so each one is timed at start. Where steps
 are run operator by operator, their cost is learnt from those that ran.

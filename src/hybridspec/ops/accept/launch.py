@@ -1,4 +1,4 @@
-"""The launch of the Triton kernel; it is imported only then, so this needs no Triton."""
+"""Launch of the Triton kernel, which is imported then, so that this module needs no Triton."""
 
 from __future__ import annotations
 

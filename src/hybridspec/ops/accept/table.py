@@ -1,4 +1,4 @@
-"""What a request needs between steps, and what a step says about it: slot-keyed tensors."""
+"""A request's data between steps, and a step's result: slot-keyed tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call consists of, in groups that travel together."""
+"""The arguments of a call, in groups that travel together."""
 
 from __future__ import annotations
 

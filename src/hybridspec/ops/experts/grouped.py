@@ -1,4 +1,4 @@
-"""The mixture of many rows on a GPU: torch's grouped product, which asks the host nothing."""
+"""The mixture of many rows on a GPU: torch's grouped product, without a host sync."""
 
 from __future__ import annotations
 

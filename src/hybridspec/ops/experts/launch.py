@@ -1,4 +1,4 @@
-"""How the Triton kernels are launched; they are imported only then, so this needs no Triton."""
+"""Launches of the Triton kernels, which are imported then, so that this module needs no Triton."""
 
 from __future__ import annotations
 

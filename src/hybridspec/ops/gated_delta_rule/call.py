@@ -1,4 +1,4 @@
-"""What a call consists of, in groups that travel together; beside the ring of the layer."""
+"""The arguments of a call, in groups that travel together; besides the ring of the layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a correct call looks like: sizes, dtypes, strides and devices of all arguments."""
+"""Contracts of calls: sizes, dtypes, strides and devices of all arguments."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Verify, fold and materialize in PyTorch operators: what a CPU runs, and anything else can.
 
-`naive.py` says the same in a loop, and the README beside it derives the equations. Here requests
-and heads form one batch dimension; a state is only met through a view of its slot, so a step that
-does not fold neither copies nor changes it. On small models the cost is the number of operators
-called, hence the merged products.
+`naive.py` does the same in a loop, and the README beside it derives the equations. Here requests
+and heads form one batch dimension; a state is only touched through a view of its slot, so a step
+that does not fold neither copies nor changes it. On small models the cost is the number of
+operators called, hence the merged products.
 """
 
 from __future__ import annotations

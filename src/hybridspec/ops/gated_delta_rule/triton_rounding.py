@@ -1,4 +1,4 @@
-"""Stochastic rounding of folded states; `rounding.py` says what it is."""
+"""Stochastic rounding of folded states, as `rounding.py` defines it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts from what a request's own tokens went on with before."""
+"""Drafts from earlier occurrences of a request's newest tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking up on a CPU: bytes are searched faster than tensors or lists."""
+"""Prompt lookup on a CPU: bytes are searched faster than tensors or lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking up: the drafter that needs no weights, on the log of tokens that lies beside the keys."""
+"""Prompt lookup: the drafter that needs no weights, on the log of tokens beside the keys."""
 
 from __future__ import annotations
 

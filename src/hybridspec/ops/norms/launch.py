@@ -1,4 +1,4 @@
-"""How the Triton kernel is launched; it is imported only when it is, so this needs no Triton."""
+"""Launch of the Triton kernel, which is imported then, so that this module needs no Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the prompts' Triton kernel is launched; it is imported only then, so this needs no Triton."""
+"""Launch of the prompts' Triton kernel, which is imported then, so that this needs no Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cursors and marks look like: sizes, dtypes and strides."""
+"""Contracts of cursors and marks: sizes, dtypes and strides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moves cursors, copies slots and clears them, in PyTorch operators."""
+"""Moving cursors, copying and clearing slots, in PyTorch operators."""
 
 from __future__ import annotations
 

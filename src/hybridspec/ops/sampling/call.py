@@ -1,4 +1,4 @@
-"""What a call consists of, in groups that travel together; beside the options of the slots."""
+"""The arguments of a call, in groups that travel together; besides the options of the slots."""
 
 from __future__ import annotations
 

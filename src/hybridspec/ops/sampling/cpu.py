@@ -1,7 +1,7 @@
 """Choosing tokens with PyTorch: the CPU's backend, and the one that runs anywhere.
 
-It looks at values, so that work which no row needs is left out. A step that must not wait for the
-device takes the kernels.
+It reads values, so that work which no row needs is skipped. A step that must not wait for the
+device uses the kernels.
 """
 
 from __future__ import annotations

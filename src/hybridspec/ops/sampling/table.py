@@ -1,4 +1,4 @@
-"""What choosing a token needs to know of a request, by slot, where the step runs.
+"""Sampling data of requests, by slot, on the device of the step.
 
 Columns are written at admission and by the step itself, so a step uploads nothing. What would be
 large as [slots, vocab] floats is a bit mask, a row of a pool, or a piece of a flat array.

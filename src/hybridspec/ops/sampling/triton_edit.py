@@ -1,4 +1,4 @@
-"""What a request's options do to its logits: bias, penalties, what is forbidden.
+"""A request's options applied to its logits: bias, penalties, forbidden tokens.
 
 In place, and only where something changes. A NaN or +inf is left where it is, so that it shows.
 """

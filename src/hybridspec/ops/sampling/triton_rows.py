@@ -1,4 +1,4 @@
-"""What the kernels that choose tokens share: winners of a row, and how much lies above a token."""
+"""Shared by the kernels that choose tokens: winners of a row, and the mass above a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels that choose tokens share: tiles of a row, masses and scores.
+"""Shared by the kernels that choose tokens: tiles of a row, masses and scores.
 
 A tile is 2048 tokens, or the whole row where it is shorter. What decides is the arithmetic of
 mass.py and gumbel.py, each operation rounded once. What merely rules tokens out is quicker: the

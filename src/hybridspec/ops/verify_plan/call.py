@@ -1,4 +1,4 @@
-"""What a call consists of, in groups that travel together; beside the `Step` that is planned."""
+"""The arguments of a call, in groups that travel together; besides the `Step` that is planned."""
 
 from __future__ import annotations
 
