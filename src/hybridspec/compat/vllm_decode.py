@@ -97,14 +97,12 @@ def fused_recurrent_gated_delta_rule_replayssm(
             padding=0,
             zeroes_padding=True,
         )
-        if initial_state.shape[0] > 1:
-            # Negative slots and more than L rows are skipped: padding is negative where pools are
-            # counted from block 1 on, and only full caches have L rows if rows are counted down.
-            slots, num_rows = blocks - 1, 2 * length - 1 - write_pos
-            materialize_rows(
-                initial_state[1:], k_cache[1:], d_cache[1:], g_cache[1:], slots, slots, None,
-                num_rows, max_window=length, has_token_decay=True,
-            )  # fmt: skip
+        is_full = (write_pos == length - 1) & (blocks > 0)
+        materialize_rows(
+            initial_state, k_cache, d_cache, g_cache, blocks, blocks, None,
+            torch.where(is_full, length, -1).to(torch.int32), max_window=length,
+            has_token_decay=True,
+        )  # fmt: skip
     return out, initial_state
 
 
