@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,18 @@ def test_preempted_requests(
     for request, params in zip(requests, PARAMS, strict=True):
         added = [token for step in request.outbox for token in step.token_ids]
         assert added == request.token_ids and len(added) == params.max_tokens
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_reuse_and_preemption_have_to_be_asked_for_on_a_gpu(
+    device: str, asked: bool | None
+) -> None:
+    config = EngineConfig(exact="bitwise", device=device, enable_prefix_caching=asked)
+    reuses = resolve._reuses_prefixes(config, torch.device(device))
+    assert reuses == ((device == "cpu") if asked is None else asked)
+    can = resolve.can_preempt(replace(config, enable_prefix_caching=reuses))
+    assert can == (device == "cpu" or reuses)
 
 
 def test_a_mixture_of_experts(tmp_path_factory: pytest.TempPathFactory) -> None:
