@@ -71,8 +71,8 @@ def interface_page() -> str:
             for node in classes[name].body:
                 said = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
                 if said and not node.name.startswith("_"):
-                    called = _as_text(_signature(node))
-                    parts.append(f"### {name}.{node.name}\n\n{called}\n\n{_as_text(said)}")
+                    text = _as_text(f"{_signature(node)}\n\n{said}")
+                    parts.append(f"### {node.name}\n\n{text}")
     return "\n\n".join(parts) + "\n"
 
 
