@@ -25,7 +25,7 @@ GPU_PYTEST = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONPATH=src:tests$${PYTHONPATH:
 
 help:
 	@echo 'make demo       generate with the bundled model, then compare with plain decoding'
-	@echo 'make test       linters and tests, about 10 minutes on 2 cores; TESTS=paths runs a part'
+	@echo 'make test       linters and tests, 8 minutes of processor time; TESTS=paths runs a part'
 	@echo 'make test-full  linters and all tests that need no GPU; writes tests/results/test-full.txt'
 	@echo 'make test-gpu   tests on a GPU with PYTHON as it is; SHARD=paths runs a part'
 	@echo 'make test-vllm, make test-sglang'
