@@ -96,7 +96,7 @@ def drafter_name(config: EngineConfig) -> str:
 
 
 def synthetic(config: EngineConfig) -> str | None:
-    """Return what to say where drafts are accepted by force, None where they are not."""
+    """Return the label of forced acceptance, None where there is none."""
     if config.acceptance is None:
         return None
     rates = ", ".join(f"{rate:g}" for rate in config.acceptance)
@@ -105,7 +105,7 @@ def synthetic(config: EngineConfig) -> str | None:
 
 
 def drafting(config: EngineConfig) -> dict[str, Any]:
-    """Return what JSON documents say of weights and drafts."""
+    """Return the fields of JSON documents on weights and drafts."""
     return {
         "dummy_weights": config.dummy_weights,
         "synthetic_acceptance": config.acceptance,

@@ -336,7 +336,7 @@ class Engine:
             self.scheduler.settle()
 
     def counters(self) -> Counters:
-        """Say what is there now and what was done so far; any thread may ask, at every step."""
+        """Return what is there now and what was done so far; any thread may ask, at every step."""
         scheduler, allocator, pools = self.scheduler, self.allocator, self.pools
         return self.runner.counters.copy(
             num_waiting=len(self._inbox) + len(scheduler.waiting),

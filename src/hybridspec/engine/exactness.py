@@ -91,9 +91,9 @@ def check_products(model: HybridModel, row_counts: Sequence[int]) -> None:
 
 
 def describe_exactness(config: EngineConfig) -> str:
-    """Say what holds, and by what means."""
+    """Describe what does not change, and by what means."""
     if config.exact == "tokens":
-        return "the same tokens, but where rounding decides between two that nearly tie"
+        return "the same tokens, except where rounding decides between two that nearly tie"
     if config.device == "cpu":
         return "bit for bit: each row is a forward pass of its own, so drafts save no time"
-    return "bit for bit: sums in a fixed order, drafts end at the borders of windows"
+    return "bit for bit: sums in a fixed order, drafts end at window boundaries"

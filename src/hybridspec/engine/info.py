@@ -65,7 +65,7 @@ class EngineInfo:
 
 
 def describe(engine: Engine) -> EngineInfo:
-    """Say what an engine runs on and what a request costs."""
+    """Return what an engine runs on and what a request costs."""
     pools, specs = engine.pools, engine.pools.specs
     kv_per_token = specs.token_bytes()
     max_len = engine.config.max_model_len

@@ -354,7 +354,7 @@ class LLM:
         return self._chat_templates.templates
 
     def counters(self) -> Counters:
-        """Say what the engine holds and has done so far; any thread may ask, at every step."""
+        """Return what the engine holds and has done so far; any thread may ask, at every step."""
         return self._engine.counters()
 
     @functools.cached_property
@@ -362,7 +362,7 @@ class LLM:
         return ChatTemplates.from_folder(self._engine.tokenizer_folder)
 
     def describe(self) -> EngineInfo:
-        """Say what this engine runs on and what a request costs."""
+        """Return what this engine runs on and what a request costs."""
         return describe(self._engine)
 
     def make_requests(

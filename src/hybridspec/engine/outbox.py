@@ -84,7 +84,7 @@ class Outbox:
 
 
 def _origins(step: int, count: int, num_accepted: int, num_drafts: int) -> list[str]:
-    """Say where each token that a step added came from."""
+    """Return where each token that a step added came from."""
     if step == 0:
         return ["prefill"] * count
     last = "bonus" if num_accepted == num_drafts else "recovered"

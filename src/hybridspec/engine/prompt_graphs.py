@@ -55,7 +55,7 @@ def capture_prompts(decoder: Decoder, resolved: Resolved) -> PromptGraphs | None
 
 
 def _reads_on_host(resolved: Resolved) -> str:
-    """Say which operator of prompts reads the batch on the host, if one does."""
+    """Return which operator of prompts reads the batch on the host, if one does."""
     for op in (PROMPT_RULE, PROMPT_ATTENTION):
         name, reason = resolved.backends[op]
         if name not in ("fla", "triton"):

@@ -113,7 +113,7 @@ class Scheduler:
             self._unwritten.append(request)
 
     def _place(self, request: Request) -> bool:
-        """Give a request its room, and say whether there is any; an error leaves none taken."""
+        """Give a request its room; returns whether there is any. An error leaves none taken."""
         if request.prefill_end != request.num_to_prefill:
             self._plan_prefill(request)
         prefixes, keys = self.allocator.prefixes, request.prefix_keys
@@ -220,7 +220,7 @@ class Scheduler:
                     self._fail(request, self.allocator.too_large(tokens))
 
     def _extend(self, request: Request, slot: int, tokens: int) -> bool:
-        """Give a request more pages, and say whether there are any."""
+        """Give a request more pages; returns whether there are any."""
         has_room = self.allocator.extend(slot, tokens)
         request.room = self.allocator.room_of(slot)
         return has_room

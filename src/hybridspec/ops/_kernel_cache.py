@@ -22,7 +22,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def folder() -> Path:
-    """Return where kernels are kept: what the variable says, or in the user's cache folder."""
+    """Return where kernels are kept: the folder of the variable, or in the user's cache folder."""
     if chosen := os.environ.get(FOLDER_VARIABLE):
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

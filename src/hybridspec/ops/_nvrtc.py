@@ -23,7 +23,7 @@ SOURCES = Path(__file__).parent
 
 @functools.cache
 def explain_compiler() -> str | None:
-    """Say why kernels cannot be compiled here, or return None."""
+    """Return why kernels cannot be compiled here, or None."""
     try:
         from cuda.bindings import driver, nvrtc  # noqa: F401
 

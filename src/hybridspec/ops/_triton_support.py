@@ -49,7 +49,7 @@ def compiler_version() -> str | None:
 
 
 def explain_target(capability: tuple[int, int], version: str | None) -> str | None:
-    """Say why a device of this compute capability cannot be served, or return None.
+    """Return why a device of this compute capability is not supported, or None.
 
     Args:
         capability: compute capability of the device.
@@ -103,7 +103,7 @@ def _explain_cpu() -> str | None:
 def explain_tensors(
     named: list[tuple[str, torch.Tensor]], dtypes: tuple[torch.dtype, ...] = FLOATS
 ) -> str | None:
-    """Say why the tensors of a call cannot be served, or return None.
+    """Return why the tensors of a call are not supported, or None.
 
     On a CPU only Triton's interpreter can, which is a choice for tests.
 

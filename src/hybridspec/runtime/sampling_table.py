@@ -124,7 +124,7 @@ class SamplingPool:
         return sum(tensor.nbytes for tensor in self.table.tensors())
 
     def uses(self, slots: Sequence[int]) -> SamplingUses:
-        """Say what choosing tokens for a batch of slots needs."""
+        """Return what choosing tokens for a batch of slots needs."""
         together = SamplingUses()
         for uses in {self._held[slot].uses for slot in slots}:
             together |= uses

@@ -125,7 +125,7 @@ class Allocator:
         return slot
 
     def too_large(self, num_tokens: int) -> CapacityError:
-        """Say that so many tokens of one request are more than the memory holds."""
+        """Return the error for more tokens of one request than the memory holds."""
         self._is_full = False  # the next one tries again
         return CapacityError(
             f"prompt: {num_tokens} tokens, new ones included, do not fit the memory; lower "

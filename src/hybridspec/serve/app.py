@@ -63,7 +63,7 @@ async def _on_bug(http: HttpRequest, error: Exception) -> Response:
 
 
 class Served(Protocol):
-    """What stands behind an application.
+    """What an application is made of.
 
     Attributes:
         is_draining: set once the server takes no new requests.

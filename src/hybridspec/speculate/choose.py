@@ -1,4 +1,4 @@
-"""Drafter-invariant choice: which token stands at a position of a request.
+"""Drafter-invariant choice of the token at a position of a request.
 
 The token is argmax(processed logits + Gumbel noise(seed, position, token)), a pure function of the
 prefix and of the request's parameters. Target and drafter both call it, with the same noise, which
@@ -70,7 +70,7 @@ def choose_tokens(
 def choose_and_accept(
     decoder: Decoder, hidden: Tensor, step: Step, asks: Asks, *, seq_len: Tensor
 ) -> tuple[Tensor, Outcome]:
-    """Choose the token after each row of a step and commit what stands of it, cursors aside.
+    """Choose the token after each row of a step and commit what is accepted, except cursors.
 
     Args:
         decoder: model and table of requests; tokens, ends and counts in-out.

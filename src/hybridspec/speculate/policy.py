@@ -266,7 +266,7 @@ class DynamicPolicy:
             self._has_news = True
 
     def has_news(self) -> bool:
-        """Say whether `table` is another than when this was last asked."""
+        """Return whether `table` has changed since the last call."""
         has_news, self._has_news = self._has_news, False
         return has_news
 
@@ -317,7 +317,7 @@ class DynamicPolicy:
         return self._choice(num_requests, rows, self.num_drafts)
 
     def _starts(self, num_requests: int, best: _Choice, wider: _Choice) -> bool:
-        """Say whether a look may begin, and pay for it."""
+        """Return whether an exploration may begin, and pay for it."""
         if self._looking > 0:
             return False
         lost = max(wider.seconds - wider.tokens / best.rate, _LEAST_LOSS * best.seconds)

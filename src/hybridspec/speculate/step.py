@@ -24,7 +24,7 @@ __all__ = ["decode_step", "prefill_step", "verify_step"]
 def decode_step(
     decoder: Decoder, lanes: Tensor, step: Step, *, num_rows: int, num_drafts: int, asks: Asks
 ) -> Outcome:
-    """Verify every lane's drafts, commit what stands, and draft anew.
+    """Verify every lane's drafts, commit those accepted, and draft anew.
 
     Args:
         decoder, lanes, step, num_rows, asks: as in `verify_step`.
@@ -43,7 +43,7 @@ def decode_step(
 def verify_step(
     decoder: Decoder, lanes: Tensor, step: Step, *, num_rows: int, asks: Asks
 ) -> tuple[Outcome, Tensor, Tensor]:
-    """Verify every lane's drafts and commit what stands: all of a step but the next drafts.
+    """Verify every lane's drafts and commit those accepted: all of a step but the next drafts.
 
     Args:
         decoder: model, memories and the table of requests; in-out.

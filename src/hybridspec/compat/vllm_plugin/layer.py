@@ -44,7 +44,7 @@ class RingLayer:
         self.has_ring = drafts > 0
 
     def _fused_gdn_decode_unsupported_reason(self, vllm_config: Any) -> str | None:
-        """Say why vLLM's fused verification cannot serve; it would pass `_forward_core` by."""
+        """Return why vLLM's fused verification is not used: it would bypass `_forward_core`."""
         if num_drafts(vllm_config):
             return "hybridspec verifies with a ring"
         return super()._fused_gdn_decode_unsupported_reason(vllm_config)

@@ -60,7 +60,7 @@ KERNELS: dict[tuple[str, str], tuple[dict[str, int], int, int]] = {
 
 @functools.cache
 def library() -> Callable[..., Any] | str:
-    """Import the library's function, or say why it cannot be used."""
+    """Import the library's function, or return why it cannot be used."""
     if importlib.util.find_spec("fla") is None:
         return "not installed: fla-core"
     try:

@@ -1,4 +1,4 @@
-"""How the CUDA C++ verify kernel is launched: what it serves, its build, its arguments."""
+"""Launch of the CUDA C++ verify kernel: what it supports, its build, its arguments."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def explain_verify(
 
 
 def explain_device(tensor: Tensor) -> str | None:
-    """Say why the kernels cannot run where a tensor lies, or return None."""
+    """Return why the kernels cannot run on the device of a tensor, or None."""
     if not tensor.is_cuda:
         return "the tensors are not on a CUDA device"
     if capability(tensor) not in TARGETS:
@@ -145,7 +145,7 @@ def explain_device(tensor: Tensor) -> str | None:
 def explain_tensors(
     rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> str | None:
-    """Say which size, dtype or alignment of a call the kernel does not take, or return None."""
+    """Return which size, dtype or alignment of a call the kernel does not take, or None."""
     if batch.rand_seed is not None:
         return "it rounds folded states to nearest"
     wide = (torch.float32, torch.int8) if rows.q.dtype == torch.bfloat16 else ()
@@ -164,7 +164,7 @@ def explain_tensors(
 def explain_operands(
     rows: Rows, state: Tensor, rings: dict[str, Tensor], wide: tuple[torch.dtype, ...]
 ) -> str | None:
-    """Say which size, dtype or alignment of what is multiplied the kernels do not take.
+    """Return which size, dtype or alignment of operands the kernels do not take.
 
     Args:
         rows: rows of the call.

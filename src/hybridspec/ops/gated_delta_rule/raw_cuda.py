@@ -56,7 +56,7 @@ def explain(
 def explain_call(
     rows: Rows, gates: Gates, state: State, ring: RawRingView, batch: FoldingBatch
 ) -> str | None:
-    """Say which size, dtype or alignment of a call the kernel does not take, or return None."""
+    """Return which size, dtype or alignment of a call the kernel does not take, or None."""
     wide = (torch.float32,) if rows.q.dtype == torch.bfloat16 else ()
     rings = {"ring.k": ring.k, "ring.v": ring.v}
     if reason := explain_operands(rows, state.values, rings, wide):

@@ -51,7 +51,7 @@ class Build:
 
 @functools.cache
 def installed_build(has_pages: bool = False) -> Build | str:
-    """Import the first build that serves a layout of the cache; else say why there is none.
+    """Import the first build that supports a layout of the cache; else return why there is none.
 
     Args:
         has_pages: whether the caches are paged.
@@ -74,7 +74,7 @@ def installed_build(has_pages: bool = False) -> Build | str:
 
 
 def _disabled(config_name: str) -> frozenset[str]:
-    """Read what a build says that it was compiled without; nothing where it says nothing."""
+    """Read what a build reports that it was compiled without; empty without a report."""
     if importlib.util.find_spec(config_name) is None:
         return frozenset()
     flags = importlib.import_module(config_name).CONFIG["build_flags"]
@@ -116,7 +116,7 @@ def _explain_strides(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> str | None:
 
 
 def _explain_build(build: Build, q: Tensor) -> str | None:
-    """Say what a build was compiled without that a call needs."""
+    """Return what a call needs and a build was compiled without."""
     if q.dtype == torch.float16 and "FP16" in build.disabled:
         return f"{build.name} was built without float16"
     if "VARLEN" in build.disabled:

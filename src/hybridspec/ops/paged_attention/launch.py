@@ -166,7 +166,7 @@ def _num_processors(device: torch.device) -> int:
 def explain_call(
     rows: Rows, pages: Pages, batch: Batch, like_q: tuple[str, ...] = ("k_pages", "v_pages")
 ) -> str | None:
-    """Say why no Triton kernel can serve a call, or return None; `like_q` have q's dtype."""
+    """Return why no Triton kernel supports a call, or None; `like_q` have q's dtype."""
     q, k, v, out, _ = rows
     floats = {"q": q, "k": k, "v": v, "k_pages": pages.k, "v_pages": pages.v, "out": out}
     integers = [

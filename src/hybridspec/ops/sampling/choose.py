@@ -1,4 +1,4 @@
-"""Which token stands at each row: the one call of a step between logits and acceptance."""
+"""Choosing each row's token: the one call of a step between logits and acceptance."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class SamplingUses:
 
     @classmethod
     def everything(cls) -> SamplingUses:
-        """Say that any row may need anything."""
+        """Return that any row may need anything."""
         return cls.of([True] * len(cls.__slots__))
 
     @classmethod
@@ -65,7 +65,7 @@ class SamplingUses:
         return self.has_counts or self.has_bias or self.has_words or self.has_masks
 
     def __or__(self, other: SamplingUses) -> SamplingUses:
-        """Say what two requests need together."""
+        """Return what two requests need together."""
         return self.of(a or b for a, b in zip(self.flags(), other.flags(), strict=True))
 
 
