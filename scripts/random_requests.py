@@ -9,8 +9,7 @@ only where noise of 1e-4 on its logits makes the plain one differ in the same wa
 is counted. On a GPU no step may wait for the device. None may wait longer than one that came later.
 
     python scripts/random_requests.py --requests 1000 --device cuda
-    python scripts/random_requests.py --requests 10000 --device cpu --page-size 8 --pages 80 \
-        --apart 300
+    python scripts/random_requests.py --requests 10000 --page-size 8 --pages 80 --apart 300
     compute-sanitizer --tool memcheck python scripts/random_requests.py --requests 50 --device cuda
 """
 
@@ -119,7 +118,6 @@ def random_case(
     text = rng.choice(texts)
     start = rng.choice([0, 0, rng.randrange(len(text) // 2)])
     tokenizer, vocab = llm.tokenizer, llm.model_config.vocab_size
-    max_tokens = args.max_tokens
     assert tokenizer is not None
     prompt = tokenizer.encode(text[start : start + rng.choice([3, 20, 64, 65, 150, 500])])
 
@@ -130,7 +128,7 @@ def random_case(
         "top_k": lambda: rng.choice([1, 5, 40]),
         "top_p": lambda: rng.choice([0.5, 0.9]),
         "min_p": lambda: rng.choice([0.02, 0.2]),
-        "min_tokens": lambda: rng.randrange(max_tokens // 2),
+        "min_tokens": lambda: rng.randrange(args.max_tokens // 2),
         "stop": lambda: rng.sample(["\n", " ", "self", "e", "):"], 2),
         "include_stop_str_in_output": lambda: True,
         "stop_token_ids": lambda: [token() for _ in range(3)],
@@ -150,7 +148,7 @@ def random_case(
     chosen = {name: make() for name, make in choices.items() if rng.random() < 0.25}
     if not has_logprobs:
         chosen.pop("logprobs", None)
-    most = rng.randrange(1, max_tokens + 1)
+    most = rng.randrange(1, args.max_tokens + 1)
     params = SamplingParams(
         temperature=rng.choice([0.0, 0.0, 0.7, 1.3]),
         seed=rng.randrange(2**63),
@@ -193,9 +191,8 @@ def all_alone(args: argparse.Namespace, cases: Sequence[Case], plain: LLM) -> li
     for first in range(len(found), len(cases), BLOCK):
         found += decoded(plain, *cases[first : first + BLOCK])
     if args.alone is not None:
-        args.alone.write_text(
-            json.dumps([[one.tokens, one.reasons, one.logprobs] for one in found])
-        )
+        rows = [[one.tokens, one.reasons, one.logprobs] for one in found]
+        args.alone.write_text(json.dumps(rows))
     return found
 
 
@@ -355,12 +352,12 @@ def run_drafter(
     if allocator.num_live or num_held or grown > 0:
         left = f"{allocator.num_live} slots and {num_held} pages are held"
         wrong.append(f"{left}, memory grew by {grown} bytes")
-    reasons = Counter(str(one.finish_reason) for r in requests for one in r.continuations)
+    every = [one for request in requests for one in request.continuations]
     return {
         "drafter": drafter,
         "device": llm.config.device,
         "steps": dict(steps),
-        "ended_by": dict(reasons),
+        "ended_by": dict(Counter(str(one.finish_reason) for one in every)),
         "tokens_of_the_last_step": dict(sorted(ends.items())),
         "preemptions": counters.num_preemptions,
         "prompt_tokens": counters.prefix_queries,
@@ -393,10 +390,9 @@ def main() -> int:
         "is_right": is_right,
         "runs": runs,
     }
-    text = json.dumps(report)
     if args.json:
-        args.json.write_text(text + "\n")
-    print(text)
+        args.json.write_text(json.dumps(report) + "\n")
+    print(json.dumps(report))
     return 0 if is_right else 1
 
 
