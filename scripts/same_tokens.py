@@ -61,10 +61,11 @@ def cpu_tokens(args: argparse.Namespace, plain: LLM, prompts: Sequence[str]) -> 
     """Decode all prompts on a CPU, or read what came of that before."""
     file = args.cpu_tokens
     if file is not None and file.exists():
-        return json.loads(file.read_text())[: len(prompts)]
+        kept: dict[str, list[int]] = json.loads(file.read_text())
+        return [kept[prompt][: args.max_tokens] for prompt in prompts]
     tokens = generate(plain, prompts, args.max_tokens)
     if file is not None:
-        file.write_text(json.dumps(tokens))
+        file.write_text(json.dumps(dict(zip(prompts, tokens, strict=True))))
     return tokens
 
 

@@ -281,7 +281,7 @@ class EngineConfig:
             as a request without its keys and values. None is 64, or fewer where memory is short.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
         capture_prompts: whether to capture forwards of prompt rows as CUDA graphs too, in chunks of
-            256 rows; None does on a GPU where their kernels are there (16 bits, fla-core) and exact
+            512 rows; None does on a GPU where their kernels are there (16 bits, fla-core) and exact
             is "tokens".
         exact: what drafts, batch and load must not change: "tokens", up to near-ties that rounding
             decides, or "bitwise", every logit (`docs/exactness.md`).

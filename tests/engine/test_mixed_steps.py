@@ -59,6 +59,16 @@ def test_first_tokens_hold_up_nobody(tiny: TinyCheckpoint) -> None:
     assert len(request.token_ids) == 60
 
 
+def test_first_tokens_that_nothing_is_in_front_of_are_told_at_once(tiny: TinyCheckpoint) -> None:
+    engine = LLM(tiny.folder, draft_tokens=3, device="cpu")._engine
+    engine.run_ahead = 1
+    [request] = submit(engine, [4] * 5)
+    engine.step()
+    assert request.num_generated == 1
+    assert [launch.plan is None for launch in engine.runner.launched] == [False]
+    finish(engine)
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_long_prompt_stops_nobody(
     tiny: TinyCheckpoint, chunks: list[list[tuple[int, int, int]]], late: int
@@ -81,6 +91,28 @@ def test_a_long_prompt_stops_nobody(
     assert len(chunks) >= 2 * 5
     assert max(sum(rows for _, _, rows in one) for one in chunks) == CHUNK
     finish(engine)
+
+
+def test_chunks_are_shorter_beside_decoding(
+    tiny: TinyCheckpoint, chunks: list[list[tuple[int, int, int]]]
+) -> None:
+    """They end where longer ones do, too, so that prefixes kept there are found; same tokens."""
+    found, tokens = [], []
+    for others in ([], [[1, 2]]):
+        engine = LLM(tiny.folder, draft_tokens=3, device="cpu")._engine
+        engine.scheduler.chunk_beside = CHUNK // 2
+        submit(engine, *others)
+        for _ in others:
+            engine.step()
+        chunks.clear()
+        [request] = submit(engine, LONG)
+        finish(engine)
+        mine = request.group.request_id
+        found.append([first for one in chunks for r, first, _ in one if r == mine])
+        tokens.append(request.token_ids)
+    assert found[0] == list(range(0, len(LONG), CHUNK))
+    assert found[1] == list(range(0, len(LONG), CHUNK // 2))
+    assert tokens[0] == tokens[1]
 
 
 def test_chunks_depend_on_the_prompt_alone(

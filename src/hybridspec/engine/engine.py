@@ -317,7 +317,10 @@ class Engine:
                 with timed("prefill"):
                     self.runner.prefill(chunks := scheduler.prefill_chunks())
                     scheduler.keep_prefixes(chunks)
-                self._collect(2 * self.run_ahead)  # the last turn's once this one's step runs
+                if self.run_ahead:  # nothing is read before this turn's step is launched
+                    scheduler.settle()
+                else:
+                    self._collect(0)
             if scheduler.running:
                 scheduler.grow(self.run_ahead + 1)
             if scheduler.running:

@@ -76,7 +76,7 @@ class LLM:
         max_num_batched_tokens: most prompt rows of a pass; None is 2,048 (CPU) or 8,192 (GPU).
         enable_prefix_caching, prefix_states: whether prompts reuse prefixes; most that are kept.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.
-        capture_prompts: whether to capture forwards of prompt rows as well, in chunks of 256 rows;
+        capture_prompts: whether to capture forwards of prompt rows as well, in chunks of 512 rows;
             None does where their kernels are there.
         revision: of a model on the hub: branch, tag or commit.
         tokenizer: model to take tokenizer and chat template from: a folder, an id or "bundled".

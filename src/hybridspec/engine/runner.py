@@ -261,8 +261,16 @@ class Runner:
         return replace(plan, rows=num_rows, is_captured=False), outcome
 
     def collect(self, turns_kept: int) -> None:
-        """Tell requests what their steps brought; those of so many last turns stay unread."""
-        while self.launched and self.launched[0].turn <= self.turn - turns_kept:
+        """Tell requests what their steps brought.
+
+        Those of so many last turns stay unread, but first tokens that nothing was launched before:
+        nobody waits for other tokens meanwhile.
+        """
+        oldest = self.launched[0] if self.launched else None
+        while self.launched and (
+            self.launched[0].turn <= self.turn - turns_kept
+            or (self.launched[0] is oldest and oldest.plan is None)
+        ):
             launch = self.launched.popleft()
             seconds = launch.wait()
             elapsed = time.perf_counter() - launch.started

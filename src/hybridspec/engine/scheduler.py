@@ -17,17 +17,19 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from hybridspec.engine.prompt_graphs import CAPTURED_CHUNK
+import torch
+
+from hybridspec.engine.prompt_graphs import CAPTURED_CHUNK, CHUNK_BESIDE
 from hybridspec.engine.request import Request
 from hybridspec.engine.runner import Runner
-from hybridspec.runtime import Allocator, prefix_keys
+from hybridspec.runtime import Allocator, GdnMemory, prefix_keys
 
 __all__ = ["Scheduler"]
 
 
-# Prompt rows of one request per forward, and of all requests beside a decode step, which waits
-# for them. On a GPU the host takes 50 ms to launch a forward of a model of 7 B, as long as an H200
-# takes for these rows: fewer would gain nothing.
+# Prompt rows of one request per forward that is not captured, and of all requests beside a decode
+# step, which waits for them. On a GPU the host takes 50 ms to launch such a forward of a model of
+# 7 B, as long as an H200 takes for these rows: fewer would gain nothing.
 PROMPT_CHUNKS = {"cpu": 512, "cuda": 2048}
 _MOST_COMPARED = 65  # requests in front of the queue whose prompts are looked at
 
@@ -45,8 +47,9 @@ class Scheduler:
             preempted request had said is decoded again, not prefilled: else bits would differ.
 
     Attributes:
-        max_chunk: prompt rows of one request per forward, and of all requests where some decode,
-            which wait for them.
+        max_chunk: prompt rows of one request per forward where nobody decodes; a multiple of the
+            next.
+        chunk_beside: prompt rows of all requests beside those who decode, and wait for them.
         keeps_last_border: whether a prefill is cut at the last border of a page that leaves a row;
             if not, it is cut where prompts that wait part from it.
     """
@@ -67,8 +70,16 @@ class Scheduler:
         self._unwritten: list[Request] = []  # have a slot that the device does not know of yet
         self.max_prompt_rows = max_prompt_rows
         device = allocator.pools.device.type
-        chunk = PROMPT_CHUNKS[device] if runner.prompts is None else CAPTURED_CHUNK
-        self.max_chunk = min(chunk, max_prompt_rows)
+        chunk = beside = PROMPT_CHUNKS[device]
+        if runner.prompts is not None:
+            # States that are rounded where a chunk ends must not depend on who decodes; others have
+            # the same bits in either case.
+            memories = allocator.pools.of_kind(GdnMemory)
+            is_rounded = any(memory.state.dtype != torch.float32 for memory in memories)
+            chunk, beside = CHUNK_BESIDE if is_rounded else CAPTURED_CHUNK, CHUNK_BESIDE
+        self.chunk_beside = min(beside, max_prompt_rows)
+        rows = min(chunk, max_prompt_rows)
+        self.max_chunk = rows - rows % self.chunk_beside
         self.keeps_last_border = device == "cpu"
         self.can_preempt = can_preempt
         self.is_bitwise = is_bitwise
@@ -242,14 +253,15 @@ class Scheduler:
     def prefill_chunks(self) -> list[tuple[Request, int]]:
         """The requests whose prompts go on now, in order, and how many rows of each.
 
-        Chunks end at multiples of `max_chunk`, whatever else is running, and where a request is cut
-        to keep its states for others.
+        Chunks end at multiples of `max_chunk`, beside those who decode at multiples of
+        `chunk_beside`, and where a request is cut to keep its states for others.
         """
         chunks = []
-        budget = self.max_chunk if self.running else self.max_prompt_rows
+        size = self.chunk_beside if self.running else self.max_chunk
+        budget = size if self.running else self.max_prompt_rows
         for request in self.prefilling:
             first = request.num_prefilled
-            borders = [first - first % self.max_chunk + self.max_chunk, *request.cuts]
+            borders = [first - first % size + size, *request.cuts]
             ends = [end for end in borders if first < end < request.prefill_end]
             rows = min(ends, default=request.prefill_end) - first
             if rows > budget:
