@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -61,11 +62,14 @@ def measure(num_rows: int, vocab: int, spread: str, arguments: argparse.Namespac
     generator = torch.Generator("cuda").manual_seed(0)
     logits = torch.randn(num_rows, vocab, device="cuda", generator=generator) * SPREADS[spread]
     chosen = launch.launch_config(num_rows, vocab)
-    config = launch.LaunchConfig(
-        tiles_per_program=arguments.tiles or chosen.tiles_per_program,
-        num_splits=arguments.splits or chosen.num_splits,
-        num_warps=arguments.warps or chosen.num_warps,
-    )
+    asked = {
+        "tiles_per_program": arguments.tiles,
+        "num_splits": arguments.splits,
+        "num_warps": arguments.warps,
+        "pick_warps": arguments.pick_warps,
+        "weigh_warps": arguments.weigh_warps,
+    }
+    config = replace(chosen, **{name: value for name, value in asked.items() if value})
     out = torch.zeros(1, device="cuda")
     variants = [Variant("read", lambda: read_pool(logits, logits.numel(), out))]
     variants += [new_variant(name, case, logits, config) for name, case in CASES.items()]
@@ -96,7 +100,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--tiles", type=int, help="tiles that a program scans")
     parser.add_argument("--splits", type=int, help="programs of a row that weigh")
-    parser.add_argument("--warps", type=int, help="warps of a program")
+    parser.add_argument("--warps", type=int, help="warps of a program that scans")
+    parser.add_argument("--pick-warps", type=int, help="warps of a program that picks")
+    parser.add_argument("--weigh-warps", type=int, help="warps of a program that weighs")
     parser.add_argument("--json", type=Path, help="file for the result")
     arguments = parser.parse_args()
     rows = [

@@ -33,12 +33,16 @@ class LaunchConfig:
     Attributes:
         tiles_per_program: tiles that a program reads one after the other, the first time.
         num_splits: programs of a row, the second time.
-        num_warps: warps of a program.
+        num_warps: warps of a program that edits or scans.
+        pick_warps, weigh_warps, settle_warps: warps of a program of these kernels.
     """
 
     tiles_per_program: int
     num_splits: int
-    num_warps: int
+    num_warps: int = 4
+    pick_warps: int = 4
+    weigh_warps: int = 4
+    settle_warps: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,6 @@ def launch_config(num_rows: int, vocab_size: int) -> LaunchConfig:
     return LaunchConfig(
         tiles_per_program=max(1, min(num_tiles, num_rows * num_tiles // _PROGRAMS)),
         num_splits=max(1, min(_WEIGHERS // num_rows, num_tiles)),
-        num_warps=4,
     )
 
 
@@ -131,18 +134,19 @@ def choose(
         )  # fmt: skip
         triton_choose.pick_kernel[(num_rows,)](
             *columns, *filters, *tiles, scratch.tokens, scratch.chunks, out, *open_rows,
-            scratch.sums, **sizes, **switches, TILES=padded, **options,
+            scratch.sums, **sizes, **switches, TILES=padded,
+            **(options | {"num_warps": config.pick_warps}),
         )  # fmt: skip
         if not has_filters:
             return
         options |= {"TILES": padded, "LENGTH": _LIST}
         triton_weigh.weigh_kernel[(num_rows, config.num_splits)](
             logits, scratch.peaks, scratch.masses, scratch.modes, scratch.facts, scratch.sums,
-            scratch.lists, **sizes, **options,
+            scratch.lists, **sizes, **(options | {"num_warps": config.weigh_warps}),
         )  # fmt: skip
         triton_weigh.settle_kernel[(num_rows,)](
             *columns, *filters, *tiles, *open_rows, scratch.sums, scratch.lists, out,
-            **sizes, **(options | {"num_warps": 8}), GROUP=min(_ALONE, padded),
+            **sizes, **(options | {"num_warps": config.settle_warps}), GROUP=min(_ALONE, padded),
         )  # fmt: skip
 
 

@@ -39,6 +39,40 @@ LIST: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
+def scan_tiles(
+    row_ptr, outs, first, last, least, noise, vocab,
+    HAS_TOP_K: tl.constexpr, HAS_MIN_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Largest logit, mass and a bound of the scores of tiles of a row with a temperature.
+
+    What only some options need is compiled in or not: to ask in each tile costs a row without them
+    a twentieth.
+    """
+    peaks_ptr, masses_ptr, ratios_ptr, chunks_ptr = outs
+    scale, seed, position = noise
+    for tile in range(first, last):
+        index = tile * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(row_ptr + index, mask=index < vocab, other=NOTHING)
+        if HAS_TOP_K:
+            chunks = tl.max(tl.reshape(x, [CHUNKS, BLOCK // CHUNKS]), 1)
+            tl.store(chunks_ptr + tile * CHUNKS + tl.arange(0, CHUNKS), chunks)
+        peak = tl.max(x, 0)
+        mass, ratio = 0.0, 0.0
+        if peak < BROKEN:
+            roots = tile_roots(x, peak, scale)
+            mass = tl.sum(roots * roots, 0)
+            ratios = tile_ratios(roots, tile, seed, position, BLOCK)
+            if HAS_MIN_P:
+                ratios = tl.where(roots >= least, ratios, 0.0)
+            ratio = tl.max(ratios, 0)
+        # A maximum does not show a NaN, but the sum does.
+        is_whole = (peak < BROKEN) & (mass < BROKEN)
+        tl.store(peaks_ptr + tile, tl.where(is_whole, peak, BROKEN))
+        tl.store(masses_ptr + tile, mass)
+        tl.store(ratios_ptr + tile, ratio)
+
+
+@triton.jit
 def scan_kernel(
     # inputs: logits [N, V], rows [N], columns [S]
     logits_ptr, slots_ptr, offsets_ptr, seq_len_ptr, temperature_ptr, seed_ptr, top_k_ptr,
@@ -65,27 +99,15 @@ def scan_kernel(
             least = 0.0
             if HAS_FILTERS:
                 least = 0.9999 * tl.sqrt(tl.minimum(tl.load(min_p_ptr + slot), 1.0))
-            for tile in range(first, last):
-                index = tile * BLOCK + tl.arange(0, BLOCK)
-                x = tl.load(row_ptr + index, mask=index < vocab, other=NOTHING)
-                peak = tl.max(x, 0)
-                mass, ratio = 0.0, 0.0
-                if peak < BROKEN:
-                    roots = tile_roots(x, peak, scale)
-                    mass = tl.sum(roots * roots, 0)
-                    ratios = tile_ratios(roots, tile, seed, position, BLOCK)
-                    if least > 0:
-                        ratios = tl.where(roots >= least, ratios, 0.0)
-                    ratio = tl.max(ratios, 0)
-                # A maximum does not show a NaN, but the sum does.
-                is_whole = (peak < BROKEN) & (mass < BROKEN)
-                out = row * num_tiles + tile
-                tl.store(peaks_ptr + out, tl.where(is_whole, peak, BROKEN))
-                tl.store(masses_ptr + out, mass)
-                tl.store(ratios_ptr + out, ratio)
-                if top_k > 0:
-                    chunks = tl.max(tl.reshape(x, [CHUNKS, BLOCK // CHUNKS]), 1)
-                    tl.store(chunks_ptr + out * CHUNKS + tl.arange(0, CHUNKS), chunks)
+            at = row * num_tiles
+            outs = (peaks_ptr + at, masses_ptr + at, ratios_ptr + at, chunks_ptr + at * CHUNKS)
+            noise = (scale, seed, position)
+            if top_k > 0:
+                scan_tiles(row_ptr, outs, first, last, least, noise, vocab, True, False, BLOCK)
+            elif least > 0:
+                scan_tiles(row_ptr, outs, first, last, least, noise, vocab, False, True, BLOCK)
+            else:
+                scan_tiles(row_ptr, outs, first, last, least, noise, vocab, False, False, BLOCK)
         else:
             for tile in range(first, last):
                 index, x = load_tile(row_ptr, tile, vocab, BLOCK)
