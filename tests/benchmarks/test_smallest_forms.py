@@ -269,6 +269,7 @@ def test_scripts(
         run_here(f"scripts/{name}", *SCRIPTS[name], "--device", device, flag, file)
 
 
+@pytest.mark.timeout(600)  # on a GPU kernels of two modes are compiled
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_bits_of_whole_engines(
     device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
