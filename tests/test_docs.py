@@ -241,6 +241,12 @@ def test_lines_fit_a_page(document: Path) -> None:
     assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
+def test_every_picture_is_shown() -> None:
+    text = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
+    pictures = [path.name for path in (ROOT / "docs/images").iterdir()]
+    assert [name for name in pictures if f"images/{name}" not in text] == []
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
