@@ -106,6 +106,7 @@ ON_A_GPU: dict[str, list] = {
         "fixed",
     ],
     "exact_cost.py": ["--geometry", "bundled", "--requests", 2, "--tokens", 24, "--rounds", 1],
+    "experts.py": ["--rows", 1, "--experts", 16, "--layers", 2, "--iterations", 1],
     "gdn_8bit_forms.py": ["--first", "--tokens", 24, "--device", "cuda"],
     "dynamic_policy_engine.py": [
         *["--geometry", "bundled", "--requests", 2, "--tokens", 32],

@@ -53,10 +53,25 @@ class Kernel:
 
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         _checked(
-            driver.cuLaunchKernel(
-                self._function, num_blocks, 1, 1, self._threads, 1, 1, self._shared_bytes,
-                torch.cuda.current_stream().cuda_stream, ctypes.addressof(arguments), 0,
+            driver.cuLaunchKernel(*self._place(num_blocks), ctypes.addressof(arguments), 0)
+        )  # fmt: skip
+
+    def launch_together(self, num_blocks: int, params: ctypes.Structure) -> None:
+        """Enqueue blocks that may wait for each other: all of them run at once, or none does."""
+        from cuda.bindings import driver
+
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        _checked(
+            driver.cuLaunchCooperativeKernel(
+                *self._place(num_blocks), ctypes.addressof(arguments)
             )
+        )  # fmt: skip
+
+    def _place(self, num_blocks: int) -> tuple[Any, ...]:
+        """The kernel, its grid, its blocks, their shared memory, and the stream."""
+        return (
+            self._function, num_blocks, 1, 1, self._threads, 1, 1, self._shared_bytes,
+            torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
 
 

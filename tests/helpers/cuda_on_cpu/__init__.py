@@ -30,6 +30,8 @@ class CpuKernel:
     def launch(self, num_blocks: int, params: ctypes.Structure) -> None:
         self._run(ctypes.byref(params), num_blocks, self._shared_bytes)
 
+    launch_together = launch
+
 
 @functools.cache
 def load_kernel(

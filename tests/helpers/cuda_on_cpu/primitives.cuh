@@ -6,6 +6,9 @@
 // from block to block. Lanes that are not all at the same exchange abort the process, and so does what
 // lies past the shared memory of the launch; copies are carried out where they are waited for, and
 // shared memory starts as NaN.
+//
+// Warps run one after the other, each to its end or to where it waits for its block; blocks too, each
+// to its end or to where it waits for the others.
 #pragma once
 
 #include <ucontext.h>
@@ -16,6 +19,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 typedef uint8_t uint8;
@@ -46,19 +50,21 @@ struct Copy {
     void* to;
     const void* from;
 };
+enum class State { running, at_block, at_grid, done };
+constexpr int kStackBytes = 1 << 18;
 struct Lane {
     ucontext_t context;
-    std::vector<char> stack;
-    bool done;
+    std::unique_ptr<char[]> stack{new char[kStackBytes]};
+    State state;
     int count;  // exchanges so far
     Left left[2];
     std::vector<std::vector<Copy>> groups;  // committed and under way
     std::vector<Copy> open;
 };
 
-inline Lane lanes[32];
+inline Lane* lanes;  // of the warp that runs
 inline ucontext_t scheduler;
-inline int lane, warp, block, shared_bytes;
+inline int lane, warp, block, blocks, shared_bytes;
 
 [[noreturn]] inline void fail(const char* what) {
     std::fprintf(stderr, "block %d warp %d lane %d: %s\n", block, warp, lane, what);
@@ -77,10 +83,15 @@ inline int exchange(int place, std::initializer_list<uint32> words) {
     left.place = place, left.number = number;
     std::copy(words.begin(), words.end(), left.words);
     swapcontext(&lanes[self].context, &scheduler);
-    for (const Lane& other : lanes)
-        if (other.left[turn].place != place || other.left[turn].number != number)
+    for (int other = 0; other < 32; ++other)
+        if (lanes[other].left[turn].place != place || lanes[other].left[turn].number != number)
             fail("lanes are at different exchanges");
     return turn;
+}
+// Rest until the others of the block, or of the grid, are as far.
+inline void wait_in(State state) {
+    lanes[lane].state = state;
+    swapcontext(&lanes[lane].context, &scheduler);
 }
 inline uint32 word(int turn, int of, int index) { return lanes[of & 31].left[turn].words[index]; }
 
@@ -100,6 +111,7 @@ inline uint32 bits(float x) {
 inline uint32 lane_index() { return cpu::lane; }
 inline uint32 warp_index() { return cpu::warp; }
 inline uint32 block_index() { return cpu::block; }
+inline uint32 num_blocks() { return cpu::blocks; }
 
 inline Chunk load(const void* from) {
     Chunk chunk;
@@ -107,6 +119,8 @@ inline Chunk load(const void* from) {
     std::memcpy(&chunk, from, 16);
     return chunk;
 }
+inline Chunk load_once(const void* from) { return load(from); }
+inline void prefetch(const void*) {}
 inline Chunk load_if(bool live, const void* from) { return live ? load(from) : Chunk{{0, 0, 0, 0}}; }
 inline Chunk load_shared(const void* from) {
     cpu::check_shared(from);
@@ -162,6 +176,30 @@ inline float from_lane_below(float value, int distance) {
 inline float from_lane_xor(float value, int mask) {
     return cpu::real(cpu::word(cpu::exchange(4, {cpu::bits(value)}), cpu::lane ^ mask, 0));
 }
+inline uint32 largest_of_warp(uint32 value) {
+    const int turn = cpu::exchange(10, {value});
+    for (int other = 0; other < 32; ++other) value = std::max(value, cpu::word(turn, other, 0));
+    return value;
+}
+
+inline void sync_block() {
+    cpu::exchange(11, {});
+    cpu::wait_in(cpu::State::at_block);
+}
+inline uint32 arrive(uint32* counter) {
+    sync_block();
+    if (cpu::warp > 0 || cpu::lane > 0) return 0;
+    const uint32 ticket = *counter;
+    *counter += cpu::block == 0 ? 0x80000000u - (cpu::blocks - 1) : 1;
+    return ticket;
+}
+inline void wait_for_others(uint32* counter, uint32 ticket) {
+    if (cpu::warp > 0) cpu::fail("only the first warp waits for other blocks");
+    cpu::exchange(12, {});
+    cpu::wait_in(cpu::State::at_grid);
+    if (cpu::lane == 0 && !((ticket ^ *counter) & 0x80000000u)) cpu::fail("not all blocks have arrived");
+}
+
 inline uint32 transpose(uint32 pair) {
     const int turn = cpu::exchange(5, {pair}), g = cpu::lane / 4, t = cpu::lane % 4;
     uint32 result = 0;
@@ -178,6 +216,7 @@ inline float fused_multiply_add(float a, float b, float c) { return std::fma(a, 
 inline float larger_magnitude(float a, float b) {
     return a != a || b != b ? NAN : std::max(std::fabs(a), std::fabs(b));
 }
+inline float larger(float a, float b) { return std::fmax(a, b); }
 inline float as_float(uint32 bits) { return cpu::real(bits); }
 inline uint32 as_bits(float x) { return x != x ? 0x7fffffffu : cpu::bits(x); }  // the NaN of arithmetic there
 inline uint32 select_bytes(uint32 low, uint32 high, uint32 selector) {
@@ -263,42 +302,87 @@ inline void Fp16::mma_8(float (&d)[4], const uint32 (&a)[2], uint32 b, const flo
 
 namespace cpu {
 
-// Run `kernel(params)` for all blocks of `threads` threads, one warp after the other.
+using Warp = Lane[32];
+struct Block {
+    std::unique_ptr<Warp[]> warps;
+    std::vector<uint8> shared;
+};
+
+inline bool are_all(const Block& block, int warps, State state) {
+    for (int w = 0; w < warps; ++w)
+        for (const Lane& each : block.warps[w])
+            if (each.state != state) return false;
+    return true;
+}
+inline void release(Block& block, int warps, State from) {
+    for (int w = 0; w < warps; ++w)
+        for (Lane& each : block.warps[w])
+            if (each.state == from) each.state = State::running;
+}
+
+// Run a warp until it waits or ends; it continues in an order of its lanes that differs by block.
+inline void run_warp() {
+    bool running = true;
+    for (int round = block; running; ++round) {
+        running = false;
+        for (int i = 0; i < 32; ++i) {
+            lane = round % 2 ? 31 - i : i;
+            if (lanes[lane].state == State::running) swapcontext(&scheduler, &lanes[lane].context);
+            running |= lanes[lane].state == State::running;
+        }
+    }
+}
+
+// Run a block until it waits for others or ends.
+inline void run_block(Block& self, int warps) {
+    std::memcpy(shared_memory, self.shared.data(), self.shared.size());
+    for (;;) {
+        for (warp = 0; warp < warps; ++warp) {
+            lanes = self.warps[warp];
+            run_warp();
+        }
+        if (!are_all(self, warps, State::at_block)) break;
+        release(self, warps, State::at_block);
+    }
+    std::memcpy(self.shared.data(), shared_memory, self.shared.size());
+}
+
+// Run `kernel(params)` for all blocks of `threads` threads.
 template <class Params>
 void run(void (*kernel)(Params), const Params& params, int num_blocks, int threads, int bytes) {
     static void (*the_kernel)(Params);
     static Params the_params;
-    the_kernel = kernel, the_params = params, shared_bytes = bytes;
+    the_kernel = kernel, the_params = params, blocks = num_blocks, shared_bytes = bytes;
+    const int warps = threads / 32;
+    std::vector<Block> waiting;
+    std::unique_ptr<Warp[]> spare;
     for (block = 0; block < num_blocks; ++block) {
-        std::memset(shared_memory, 0xff, sizeof shared_memory);
-        for (warp = 0; warp < threads / 32; ++warp) {
-            for (Lane& each : lanes) {
-                each.done = false, each.count = 0;
+        Block self{spare ? std::move(spare) : std::unique_ptr<Warp[]>(new Warp[warps]), {}};
+        self.shared.assign(sizeof shared_memory, 0xff);
+        for (int w = 0; w < warps; ++w)
+            for (Lane& each : self.warps[w]) {
+                each.state = State::running, each.count = 0;
                 for (Left& left : each.left) left.number = -1;
                 each.groups.clear(), each.open.clear();
-                each.stack.resize(1 << 18);
                 getcontext(&each.context);
-                each.context.uc_stack.ss_sp = each.stack.data();
-                each.context.uc_stack.ss_size = each.stack.size();
+                each.context.uc_stack.ss_sp = each.stack.get();
+                each.context.uc_stack.ss_size = kStackBytes;
                 each.context.uc_link = nullptr;
                 makecontext(&each.context, +[] {
                     the_kernel(the_params);
-                    Lane& mine = lanes[lane];
-                    mine.done = true;
+                    lanes[lane].state = State::done;
                     setcontext(&scheduler);
                 }, 0);
             }
-            bool running = true;
-            for (int round = block; running; ++round) {
-                running = false;
-                for (int i = 0; i < 32; ++i) {
-                    const int current = round % 2 ? 31 - i : i;
-                    lane = current;
-                    if (!lanes[current].done) swapcontext(&scheduler, &lanes[current].context);
-                    running |= !lanes[current].done;
-                }
-            }
-        }
+        run_block(self, warps);
+        if (are_all(self, warps, State::done)) spare = std::move(self.warps);
+        else waiting.push_back(std::move(self));
+    }
+    while (!waiting.empty()) {
+        if (static_cast<int>(waiting.size()) != num_blocks) fail("some blocks have ended, others wait for them");
+        for (Block& each : waiting) release(each, 1, State::at_grid);
+        for (block = 0; block < num_blocks; ++block) run_block(waiting[block], warps);
+        if (are_all(waiting.back(), warps, State::done)) break;
     }
 }
 

@@ -20,6 +20,7 @@ extern __shared__ __align__(128) uint8 shared_memory[];
 DEVICE uint32 lane_index() { return threadIdx.x & 31; }
 DEVICE uint32 warp_index() { return threadIdx.x >> 5; }
 DEVICE uint32 block_index() { return blockIdx.x; }
+DEVICE uint32 num_blocks() { return gridDim.x; }
 
 // 16 bytes: what one lane loads, stores or copies at once.
 struct __align__(16) Chunk {
@@ -36,6 +37,17 @@ DEVICE Chunk load_if(bool live, const void* from) {
         : "l"(from), "r"(static_cast<int>(live)));
     return chunk;
 }
+// Not kept in the first-level cache, and not moved behind a wait.
+DEVICE Chunk load_once(const void* from) {
+    Chunk chunk;
+    asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(chunk.r[0]), "=r"(chunk.r[1]), "=r"(chunk.r[2]), "=r"(chunk.r[3])
+                 : "l"(from)
+                 : "memory");
+    return chunk;
+}
+// Into the second-level cache, a line of 128 bytes.
+DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 DEVICE Chunk load_shared(const void* from) { return *static_cast<const Chunk*>(from); }
 // In assembly, or the compiler may store four times 4 bytes to save moves.
 DEVICE void store(void* to, const Chunk& chunk) {
@@ -79,6 +91,34 @@ DEVICE float from_lane(float value, int lane) { return __shfl_sync(~0u, value, l
 DEVICE float from_lane_below(float value, int distance) { return __shfl_up_sync(~0u, value, distance); }
 DEVICE float from_lane_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 
+DEVICE uint32 largest_of_warp(uint32 value) { return __reduce_max_sync(~0u, value); }
+
+// ---- Beyond a warp ----
+
+DEVICE void sync_block() { __syncthreads(); }
+// Meetings of all blocks of a cooperative launch. The counter is 0 before the first one: the first
+// block adds what the others leave of 2^31, so that the last to arrive changes the counter's highest
+// bit and leaves the others as they were.
+//
+// Say that this block is there, with all that it wrote; returns a ticket to the first thread.
+DEVICE uint32 arrive(uint32* counter) {
+    sync_block();
+    uint32 ticket = 0;
+    if (threadIdx.x == 0) {
+        const uint32 part = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
+        asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;" : "=r"(ticket) : "l"(counter), "r"(part) : "memory");
+    }
+    return ticket;
+}
+// Wait until all blocks are there: the first warp, which then has to meet the others of its block.
+DEVICE void wait_for_others(uint32* counter, uint32 ticket) {
+    uint32 now;
+    if (threadIdx.x == 0)
+        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+        while (((ticket ^ now) & 0x80000000u) == 0);
+    __syncwarp();
+}
+
 // Transpose 8 x 8 values of 16 bits; a lane (g, t) = (lane / 4, lane % 4) holds row g, columns 2t, 2t+1.
 DEVICE uint32 transpose(uint32 pair) {
     uint32 result;
@@ -115,6 +155,7 @@ DEVICE float larger_magnitude(float a, float b) {  // NaN if one is
     asm("{.reg .f32 a, b; abs.f32 a, %1; abs.f32 b, %2; max.NaN.f32 %0, a, b;}" : "=f"(result) : "f"(a), "f"(b));
     return result;
 }
+DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE float as_float(uint32 bits) { return __uint_as_float(bits); }
 DEVICE uint32 as_bits(float x) { return __float_as_uint(x); }
 DEVICE uint32 select_bytes(uint32 low, uint32 high, uint32 selector) { return __byte_perm(low, high, selector); }

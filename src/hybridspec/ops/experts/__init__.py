@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridspec.ops.experts.api import explain, mix
+from hybridspec.ops.experts.api import explain, explain_norm_and_mix, mix, norm_and_mix
 from hybridspec.ops.experts.call import Matrices
 
-__all__ = ["Matrices", "explain", "mix"]
+__all__ = ["Matrices", "explain", "explain_norm_and_mix", "mix", "norm_and_mix"]

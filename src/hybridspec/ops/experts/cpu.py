@@ -11,8 +11,9 @@ from torch import Tensor
 from hybridspec.ops._library import Lasting, Written
 from hybridspec.ops.activations import swiglu
 from hybridspec.ops.experts.call import Matrices
+from hybridspec.ops.norms import reference as norms
 
-__all__ = ["gated", "mix", "mix_with", "products_one_by_one", "route"]
+__all__ = ["gated", "mix", "mix_with", "norm_and_mix", "products_one_by_one", "route"]
 
 # Rows of x up to ends[e], times weight[e] [out, in], for every expert e.
 Products = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -28,6 +29,22 @@ def mix(
 ) -> None:
     """See `api.mix`; touches only experts that have rows, which the host has to know."""
     mix_with(products_one_by_one, x, scores, matrices, out, per_row, is_normalized)
+
+
+def norm_and_mix(
+    x: Written[Tensor],
+    norm_weight: Tensor,
+    router: Lasting[Tensor],
+    matrices: Lasting[Matrices],
+    meeting: Written[Tensor],
+    eps: float,
+    per_row: int,
+    is_normalized: bool,
+) -> None:
+    """See `api.norm_and_mix`; nobody meets."""
+    y = torch.empty_like(x)
+    norms.rms_norm(x, None, norm_weight, y, eps)
+    mix(y, F.linear(y, router), matrices, x, per_row, is_normalized)
 
 
 def mix_with(
