@@ -9,6 +9,7 @@ Nothing is timed whose bits change with the rows beside a row.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -33,14 +34,20 @@ SHAPES = {
 }
 H, HV, K, V = 16, 32, 128, 128
 QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 4, 256, 64
+OPS = ("products", "delta rule", "attention")
 STATES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ops", choices=OPS, nargs="+", default=OPS)
+    parser.add_argument("--delta-rule", choices=("ordered", "ordered_cuda"), default="ordered")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 32, 128, 1024])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--tokens", type=int, default=4, help="rows of a request")
+    parser.add_argument(
+        "--folding", type=float, nargs="+", default=[0.0, 0.11], help="shares of requests that fold"
+    )
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--json", type=Path)
@@ -77,8 +84,10 @@ def products(rows: list[int], iterations: int) -> list[dict[str, Any]]:
     return found
 
 
-def gdn_call(count: int, tokens: int, state_dtype: torch.dtype, window: int) -> dict[str, Any]:
-    """Return a verify call of so many requests in the middle of their windows; a tenth folds."""
+def gdn_call(
+    count: int, tokens: int, state_dtype: torch.dtype, window: int, folding: float
+) -> dict[str, Any]:
+    """Return a verify call of so many requests in the middle of their windows; some fold."""
     rows = count * tokens
     cursors = [torch.zeros(count, dtype=torch.int32, device="cuda") for _ in range(2)]
     ring = RingView(
@@ -87,8 +96,7 @@ def gdn_call(count: int, tokens: int, state_dtype: torch.dtype, window: int) -> 
         cum_log_decay=-torch.rand(count, HV, 32, device="cuda").cumsum(-1),
         ring_start=cursors[0], history_len=cursors[1], max_window=window,
     )  # fmt: skip
-    is_fold = torch.zeros(count, dtype=torch.int8, device="cuda")
-    is_fold[::10] = 1 if count > 1 else 0
+    is_fold = (torch.arange(count + 1, device="cuda") * folding).floor().diff().to(torch.int8)
     ring.history_len.fill_(12)
     ring.history_len[is_fold.bool()] = window
     return {
@@ -103,16 +111,18 @@ def gdn_call(count: int, tokens: int, state_dtype: torch.dtype, window: int) -> 
     }  # fmt: skip
 
 
-def delta_rule(requests: list[int], tokens: int, iterations: int) -> list[dict[str, Any]]:
+def delta_rule(
+    requests: list[int], tokens: int, shares: list[float], backend: str, iterations: int
+) -> list[dict[str, Any]]:
     """Time verify calls; before, that of each request alone has to give the same bits."""
     found = []
     for name, dtype in STATES.items():
-        for count in requests:
-            fast = gdn_call(count, tokens, dtype, 16)
-            call = gdn_call(count, tokens, dtype, 24)
+        for count, folding in itertools.product(requests, shares):
+            fast = gdn_call(count, tokens, dtype, 16, folding)
+            call = gdn_call(count, tokens, dtype, 24, folding)
             no_fold = call | {"is_fold": None}
             no_fold["ring"].history_len.fill_(12)
-            whole = gated_delta_rule.verify(**no_fold, backend="ordered")
+            whole = gated_delta_rule.verify(**no_fold, backend=backend)
             for b in random.Random(0).sample(range(count), min(count, 3)):
                 for t in range(tokens):
                     rows = slice(b * tokens, b * tokens + t + 1)
@@ -120,7 +130,7 @@ def delta_rule(requests: list[int], tokens: int, iterations: int) -> list[dict[s
                     part["cu_seqlens"] = no_fold["cu_seqlens"][:2].clone()
                     part["cu_seqlens"][1] = t + 1
                     part["slots"] = no_fold["slots"][b : b + 1]
-                    alone = gated_delta_rule.verify(**no_fold | part, backend="ordered")
+                    alone = gated_delta_rule.verify(**no_fold | part, backend=backend)
                     if not torch.equal(alone, whole[rows]):
                         raise SystemExit(f"request {b} of {count}: {t + 1} rows differ")
             no_fold["ring"].history_len[call["is_fold"].bool()] = 24
@@ -128,13 +138,14 @@ def delta_rule(requests: list[int], tokens: int, iterations: int) -> list[dict[s
                 [
                     Variant("fast", lambda c=fast: gated_delta_rule.verify(**c)),
                     Variant(
-                        "ordered", lambda c=call: gated_delta_rule.verify(**c, backend="ordered")
+                        "ordered", lambda c=call: gated_delta_rule.verify(**c, backend=backend)
                     ),
                 ],
                 iterations,
             )
             found.append(
-                {"op": "delta rule", "name": f"{name} states", "requests": count}
+                {"op": "delta rule", "name": f"{name}, {folding:.0%} fold", "requests": count}
+                | {"backend": backend}
                 | {f"{key}_us": time.median for key, time in times.items()}
             )
     return found
@@ -184,9 +195,15 @@ def attention(
 def main() -> int:
     args = parser().parse_args()
     torch.manual_seed(0)
-    rows = products(args.rows, args.iterations)
-    rows += delta_rule(args.requests, args.tokens, args.iterations)
-    rows += attention(args.requests, args.tokens, args.context, args.iterations)
+    rows: list[dict[str, Any]] = []
+    if "products" in args.ops:
+        rows += products(args.rows, args.iterations)
+    if "delta rule" in args.ops:
+        rows += delta_rule(
+            args.requests, args.tokens, args.folding, args.delta_rule, args.iterations
+        )
+    if "attention" in args.ops:
+        rows += attention(args.requests, args.tokens, args.context, args.iterations)
     for row in rows:
         fast = row.get("torch_us", row.get("fast_us"))
         size = row.get("rows", row.get("requests"))
