@@ -15,95 +15,8 @@
 
 #include "verify_system.cuh"
 
-#include "state_copies.cuh"
-
-constexpr int STAGED_BYTES = 512 * 3;  // of a block: 16 bytes a lane for live rows g and g + 8 of u, and for v
-
+static_assert(WINDOW_TILES == 2, "the system has two tiles of live rows");
 static_assert(SHARED_BYTES == PART * (ROW_BYTES + SCALE_BYTES) + BLOCKS * STAGED_BYTES, "what the launch reserves");
-
-// Where a warp has its state rows, their factors, and the lane's bytes of u and v in shared memory.
-struct Shared {
-    uint8 *rows, *factors, *staged;
-    DEVICE Shared() {
-        rows = shared_memory + warp_index() * SHARED_BYTES;
-        factors = rows + PART * ROW_BYTES;
-        staged = factors + PART * SCALE_BYTES + 16 * lane_index();
-    }
-};
-
-DEVICE void copy_block(const Shared& shared, const Pools& pools, int block, bool may_fold) {
-    copy_rows(shared.rows + 32 * block * ROW_BYTES, shared.factors + 32 * block * SCALE_BYTES,
-              pools.state + 32 * block * STATE_STRIDE, pools.scales + 32 * block * SCALE_BYTES, may_fold);
-}
-
-// Copy live rows g and g + 8 of u, and v, to a lane's place in shared memory.
-DEVICE void copy_values(uint8* staged, const Window& window, const uint16* u, uint32 stride, const uint16* v) {
-    UNROLL
-    for (int half = 0; half < 2; ++half)
-        copy_async_if(window.live[half], staged + 512 * half, u + offset(window.row[half], stride));
-    copy_async<false>(staged + 1024, v);
-}
-
-// Ask for everything: what is waited for longest comes first. Lanes of tokens that do not exist
-// take the last one again; their results go nowhere.
-DEVICE void ask(Asked& asked, Pools& pools, const Params& p, const Work& work, const Request& request, const Shared& shared,
-                bool may_fold) {
-    const uint32 g = work.g, t = work.t;
-    UNROLL
-    for (int tile = 0; tile < TILES; ++tile) {
-        const uint16* key = p.k + offset(request.token, p.k_stride_n) + offset(work.h, p.k_stride_h);
-        const uint16* query = p.q + offset(request.token, p.q_stride_n) + offset(work.h, p.q_stride_h);
-        const uint16* row = (is_query(tile, g) ? query : key) + 8 * t;
-        UNROLL
-        for (int i = 0; i < GROUPS; ++i) asked.x[i][tile] = load(row + 32 * i);
-    }
-    const uint32 slot = request.slot, hv = work.hv, value_first = work.value_first;
-    pools.state = p.state + offset(slot, p.state_stride_s) + offset(hv, p.state_stride_h) + value_first * STATE_STRIDE;
-    pools.scales = p.state_scale + offset(slot, p.scale_stride_s) + offset(hv, p.scale_stride_h) + value_first * SCALE_BYTES;
-    const uint16* v = p.v + offset(request.token, p.v_stride_n) + offset(hv, p.v_stride_h) + value_first + 8 * t;
-    sync_warp();
-    copy_block(shared, pools, 0, may_fold);
-    sync_warp();
-
-    const Window window(request, g);
-    uint16* ring_k = p.ring_k + offset(slot, p.ring_k_stride_s) + offset(work.h, p.ring_k_stride_h) + 8 * t;
-    uint16* ring_u = p.ring_u + offset(slot, p.ring_u_stride_s) + offset(hv, p.ring_u_stride_h) + value_first + 8 * t;
-    pools.ring_k = ring_k, pools.ring_u = ring_u;
-    pools.ring_decay = p.ring_decay + offset(slot, p.decay_stride_s) + offset(hv, p.decay_stride_h);
-    UNROLL
-    for (int half = 0; half < 2; ++half)
-        UNROLL
-        for (int i = 0; i < GROUPS; ++i)
-            asked.window_k[half][i] = load_if(window.live[half], ring_k + offset(window.row[half], p.ring_k_stride_r) + 32 * i);
-    UNROLL
-    for (int block = 0; block < BLOCKS; ++block)
-        copy_values(shared.staged + block * STAGED_BYTES, window, ring_u + 32 * block, p.ring_u_stride_r, v + 32 * block);
-    copy_async_commit();
-    asked.a = load_number<GATE>(p.a, offset(request.token, p.a_stride_n) + hv);
-    asked.b = load_number<GATE>(p.b, offset(request.token, p.b_stride_n) + hv);
-    asked.A_log = load_number<A_LOG>(p.A_log, hv), asked.dt_bias = load_number<DT_BIAS>(p.dt_bias, hv);
-    UNROLL
-    for (int half = 0; half < 2; ++half)
-        UNROLL
-        for (int i = 0; i < 2; ++i) asked.window_decays[half][i] = pools.ring_decay[request.ring_row(2 * t + i + 8 * half)];
-    asked.last_decay = pools.ring_decay[request.ring_row(request.history - 1)];
-
-    sync_warp();
-    UNROLL
-    for (int block = 1; block < BLOCKS; ++block) {
-        copy_block(shared, pools, block, may_fold);
-        copy_async_commit();
-    }
-    sync_warp();
-}
-
-// Terms of a fold for a group of columns: weighted corrections of the pair of rows, and keys of the
-// window, transposed, rows 0 to 7 and 8 to 15.
-struct Added {
-    const uint32 (&weighted_u)[4];
-    const Chunk &keys_0, &keys_8;
-    DEVICE void to(float (&d)[4], int j, const float (&c)[4]) const { ACT::mma(d, weighted_u, keys_0.r[j], keys_8.r[j], c); }
-};
 
 // Corrections and outputs of 32 value rows: S0 k and S0 q, live corrections `u`, and those of this step.
 DEVICE void stream(Chunk (&results)[TILES], const LaneRows& rows, const Asked& asked, const Solved& solved, const Chunk (&u)[2],
@@ -146,34 +59,6 @@ DEVICE void stream(Chunk (&results)[TILES], const LaneRows& rows, const Asked& a
     }
 }
 
-// Fold 32 state rows in shared memory; keys of the window are transposed.
-DEVICE void fold(const LaneRows& rows, const Asked& asked, const Solved& solved, const Chunk (&u)[2]) {
-    UNROLL
-    for (int tile = 0; tile < 2; ++tile) {  // 16 state rows
-        sync_warp();  // or the compiler reads rows ahead until registers run out
-        uint32 weighted_u[4];
-        UNROLL
-        for (int i = 0; i < 4; ++i) {
-            const int half = i / 2;
-            const uint32 pair = transpose(u[half].r[2 * tile + i % 2]);
-            weighted_u[i] = ACT::pack(solved.weight[half][0] * ACT::first(pair), solved.weight[half][1] * ACT::second(pair));
-        }
-        const uint32 row = 4 * tile;
-        UNROLL
-        for (int group = 0; group < GROUPS; group += State::TOGETHER) {
-            Columns x[2][State::TOGETHER];
-            UNROLL
-            for (int i = 0; i < State::TOGETHER; ++i) {
-                const Added added{weighted_u, asked.window_k[0][group + i], asked.window_k[1][group + i]};
-                State::fold(x[0][i], x[1][i], rows, row, group + i, added, solved.window_decay);
-            }
-            if (SCALE_BYTES) sync_warp();  // all lanes of a row have read its factors
-            UNROLL
-            for (int half = 0; half < 2; ++half) State::put(rows, row + 2 * half, group, x[half]);
-        }
-    }
-}
-
 KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     const Work work;
     if (work.request >= p.num_requests) return;
@@ -200,7 +85,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
     if (num_tokens <= 0 && !is_marked) return;
 
     const Request request(p, work, slot_or_none, first, num_tokens);
-    const Shared shared;
+    const Shared shared(shared_memory);
     Asked asked;
     Pools pools;
     Solved solved;
@@ -228,7 +113,7 @@ KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
             if (request.has(work.g)) store(to + 32 * block, results[tile]);
         }
         if (is_fold) {
-            fold(lane_rows, asked, solved, u);
+            fold(lane_rows, asked, solved.folding, u);
             sync_warp();
             store_rows(rows, factors, pools.state + 32 * block * STATE_STRIDE, pools.scales + 32 * block * SCALE_BYTES);
         }

@@ -11,9 +11,10 @@
 
 #include "warp_layout.cuh"
 
-constexpr int TILES = MOST_TOKENS / 4;  // of rows of X
+constexpr int TILES = MOST_TOKENS / 4;         // of rows of X
+constexpr int WINDOW_TILES = MOST_WINDOW / 8;  // of rows of the window
 
-static_assert(MOST_WINDOW == 16, "lanes hold two rows of the window");
+static_assert(WINDOW_TILES == 2 || WINDOW_TILES == 3, "lanes hold a row of each tile");
 
 struct Params {
     const uint16 *q, *k, *v;          // [N, H, K], [N, H, K], [N, HV, V]
@@ -59,14 +60,14 @@ struct Request {
     DEVICE uint32 ring_row(uint32 index) const { return (start + index) & ring_mask; }
 };
 
-// Rows g and g + 8 of the live window.
+// Rows g, g + 8, ... of the live window.
 struct Window {
-    uint32 row[2];
-    bool live[2];
+    uint32 row[WINDOW_TILES];
+    bool live[WINDOW_TILES];
     DEVICE Window(const Request& request, uint32 g) {
         UNROLL
-        for (int half = 0; half < 2; ++half)
-            row[half] = request.ring_row(g + 8 * half), live[half] = g + 8 * half < request.history;
+        for (int tile = 0; tile < WINDOW_TILES; ++tile)
+            row[tile] = request.ring_row(g + 8 * tile), live[tile] = g + 8 * tile < request.history;
     }
 };
 

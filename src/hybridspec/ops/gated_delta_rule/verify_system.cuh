@@ -1,17 +1,7 @@
 // The small system of a step: gates, products of rows of X, and the coefficients of all that is large.
 #pragma once
 
-#include "verify_layout.cuh"
-#include "verify_states.cuh"
-
-// What a step asks for before it solves its system.
-struct Asked {
-    Chunk x[GROUPS][TILES];         // rows of X
-    Chunk window_k[2][GROUPS];      // keys g and g + 8 of the window
-    float a, b, A_log, dt_bias;
-    float window_decays[2][2];      // of live rows 2t, 2t + 1, 2t + 8, 2t + 9
-    float last_decay;
-};
+#include "verify_phases.cuh"
 
 // What the large products need of it.
 struct Solved {
@@ -20,8 +10,7 @@ struct Solved {
     uint32 live_coeff[TILES][2];     // coefficients of live rows for row g of X
     float state_scale[TILES][2];     // of the state for rows 2t and 2t + 1 of X
     float value_scale[2];            // of values
-    float weight[2][2];              // e^{G_P - G_j} of live rows 2t, 2t + 1, 2t + 8, 2t + 9
-    float window_decay;              // e^{G_P}
+    Folding folding;
     uint32 append_row;               // ring row of token_of(g)
 };
 
@@ -37,16 +26,14 @@ struct Gates {
 };
 
 DEVICE Gates gates(const Params& p, const Work& work, const Request& request, const Asked& asked) {
-    const bool live = request.has(work.g);
-    const float log_decay = live ? -exponential(asked.A_log) * softplus(asked.a + asked.dt_bias) : 0;
-    float decay = log_decay;
-    const float beta = live ? p.beta_scale * reciprocal(1 + exponential(-asked.b)) : 0;
+    const Gate gate(p, work, request, asked);
+    float decay = gate.log_decay;
     UNROLL
     for (uint32 distance = 1; distance < MOST_TOKENS; distance *= 2) {
         const float below = from_lane_below(decay, 4 * distance);
         decay += token_of(work.g) >= distance ? below : 0;
     }
-    return {decay, beta, log_decay};
+    return {decay, gate.beta, gate.log_decay};
 }
 
 // Make sums of decays of tokens, from the first live row on; dead rows add nothing, whatever they hold.
@@ -141,30 +128,23 @@ DEVICE void substitute(uint32 (&couplings)[TILES], const Gates& gates, const flo
     for (int tile = 0; tile < TILES; ++tile) couplings[tile] = ACT::pack(solved[tile][0], solved[tile][1]);
 }
 
-// Weights of live rows; selected, since what is dead may be anything. Then factors of rows of X.
+// Weights of live rows, then factors of rows of X.
 DEVICE void coefficients(Solved& solved, const Work& work, const Request& request, const Asked& asked, const Products& products, const Gates& gates,
                          float window_end) {
     const uint32 g = work.g, t = work.t;
-    const float window_decay = exponential(window_end), token_decay = exponential(gates.decay);
-    solved.window_decay = window_decay;
-    UNROLL
-    for (int half = 0; half < 2; ++half)
-        UNROLL
-        for (int i = 0; i < 2; ++i) {
-            const float factor = exponential(window_end - asked.window_decays[half][i]);
-            solved.weight[half][i] = 2 * t + i + 8 * half < request.history ? factor : 0;
-        }
+    const float token_decay = exponential(gates.decay);
+    solved.folding.weigh(work, request, asked, window_end);
     UNROLL
     for (int tile = 0; tile < TILES; ++tile) {
         const float row_scale = is_query(tile, g) ? token_decay : -gates.beta * token_decay;
         UNROLL
         for (int half = 0; half < 2; ++half) {
-            const float *of = products.window_dots[tile][half], *weight = solved.weight[half];
+            const float *of = products.window_dots[tile][half], *weight = solved.folding.weight[half];
             solved.live_coeff[tile][half] = ACT::pack(row_scale * weight[0] * of[0], row_scale * weight[1] * of[1]);
         }
         UNROLL
         for (int i = 0; i < 2; ++i)
-            solved.state_scale[tile][i] = from_lane(row_scale * products.norm[tile] * window_decay, 4 * (2 * t + i));
+            solved.state_scale[tile][i] = from_lane(row_scale * products.norm[tile] * solved.folding.window_decay, 4 * (2 * t + i));
     }
     UNROLL
     for (int i = 0; i < 2; ++i) solved.value_scale[i] = from_lane(is_query(0, g) ? 0 : gates.beta, 4 * (2 * t + i));
@@ -191,13 +171,7 @@ DEVICE void solve(Solved& solved, Asked& asked, const Params& p, const Work& wor
     solved.append_row = request.ring_row(request.history + token_of(g));
     if (request.has(g) && !is_query(0, g) && work.value_first == 0 && work.hv % RATIO == 0)  // keys are appended by one warp
         append_keys(pools.ring_k + offset(solved.append_row, p.ring_k_stride_r), asked, products.norm[0]);
-    if (is_fold)
-        UNROLL
-        for (int half = 0; half < 2; ++half)
-            UNROLL
-            for (int i = 0; i < GROUPS; ++i)
-                UNROLL
-                for (int j = 0; j < 4; ++j) asked.window_k[half][i].r[j] = transpose(asked.window_k[half][i].r[j]);
+    if (is_fold) transpose_window(asked);
     State::take(asked.x, solved.excess, products.unit);
     if (State::HAS_UNIT_ROWS)
         UNROLL
