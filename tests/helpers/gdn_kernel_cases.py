@@ -9,7 +9,17 @@ import torch
 from helpers.gdn_cases import Case, Dtypes, Geometry
 from hybridspec.ops.gated_delta_rule.launch_cuda import CudaConfig
 
-__all__ = ["CUDA_CASES", "CUDA_CONFIGS", "CUDA_MODES", "KERNEL_CASES", "LARGE", "NARROW", "SMALL"]
+__all__ = [
+    "CUDA_CASES",
+    "CUDA_CONFIGS",
+    "CUDA_MODES",
+    "KERNEL_CASES",
+    "LARGE",
+    "NARROW",
+    "ORDERED_CASES",
+    "ORDERED_MODES",
+    "SMALL",
+]
 
 SMALL = Geometry(heads=1, value_heads=2, key_dim=16, value_dim=16)
 
@@ -91,3 +101,12 @@ CUDA_CONFIGS = {
     "four-warps-a-head": CudaConfig(splits=4, warps=4, blocks=1, evict_first=True),
     "spare-warps": CudaConfig(splits=2, warps=5, blocks=1, evict_first=True),
 }
+
+# Of the kernel with sums in one order: windows of 24, and of 16.
+ORDERED_MODES = CUDA_MODES[:3]
+ORDERED_CASES = [
+    *(replace(case, geometry=replace(case.geometry, max_window=24)) for case in CUDA_CASES),
+    Case("window", (4, 3, 2), (20, 24, 17), (30, 9, 0), geometry=replace(LARGE, max_window=24)),
+    Case("full", (3, 2), (24, 23), (30, 9), geometry=replace(NARROW, max_window=24)),
+    Case("a-short-window", (4, 3, 2), (12, 16, 9), (30, 9, 0), geometry=LARGE),
+]

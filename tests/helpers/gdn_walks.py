@@ -36,12 +36,17 @@ class Tokens(NamedTuple):
     use_qk_l2norm: bool = True
 
 
-def random_tokens(state_dtype: torch.dtype, device: str = "cuda") -> Tokens:
-    """Return random tokens in bf16: four requests, some of more than two windows."""
-    lengths, heads, value_heads, size = (60, 51, 70, 25), 2, 4, 128
+def random_tokens(
+    state_dtype: torch.dtype,
+    device: str = "cuda",
+    lengths: tuple[int, ...] = (60, 51, 70, 25),
+    heads: int = 2,
+) -> Tokens:
+    """Return random tokens in bf16: by default four requests, some of more than two windows."""
+    value_heads, size, most = 2 * heads, 128, max(lengths)
     generator = torch.Generator().manual_seed(3)
     shapes = ((heads, size), (heads, size), (value_heads, size), (value_heads,), (value_heads,))
-    rows = [torch.randn(len(lengths) + 1, 70, *s, generator=generator) for s in shapes]
+    rows = [torch.randn(len(lengths) + 1, most, *s, generator=generator) for s in shapes]
     state = torch.randn(5, value_heads, size, size, generator=generator)
     return Tokens(
         lengths,
@@ -69,8 +74,13 @@ def whole_tokens() -> Tokens:
     )  # fmt: skip
 
 
-def run_walk(how: Walk, tokens: Tokens, backend: str = "ordered") -> tuple[Tensor, ...]:
-    """Return outputs [B, L, HV, V], states and live ring rows at the end of a walk."""
+def run_walk(
+    how: Walk, tokens: Tokens, backend: str = "ordered", max_rows: int = MOST_ROWS
+) -> tuple[Tensor, ...]:
+    """Return outputs [B, L, HV, V], states and live ring rows at the end of a walk.
+
+    Calls say that a request has at most `max_rows` rows.
+    """
     q, k, v = tokens.rows[:3]
     lengths, device, state = tokens.lengths, v.device, tokens.state.clone()
     slots_of = (3, 0, 4, 2)[: len(lengths)]
@@ -95,7 +105,7 @@ def run_walk(how: Walk, tokens: Tokens, backend: str = "ordered") -> tuple[Tenso
         ring_ops.decide_folds(ring.history_len, slots, sizes, marks, max_window=WINDOW)
         y = gated_delta_rule.verify(
             *step, tokens.A_log, tokens.dt_bias, state, ring, bounds, slots,
-            max_verify_tokens=MOST_ROWS, is_fold=marks, use_qk_l2norm=tokens.use_qk_l2norm,
+            max_verify_tokens=max_rows, is_fold=marks, use_qk_l2norm=tokens.use_qk_l2norm,
             backend=backend,
         )  # fmt: skip
         for part, first in zip(parts, bounds.tolist(), strict=False):

@@ -36,7 +36,7 @@ _ORDERED = {
     PROMPT_ATTENTION: "triton",
     NORM_AND_ROTATE: "triton",
 }
-_ONLY_ORDERED = ("ordered", "pieces")  # of those, backends that serve nothing else
+_ONLY_ORDERED = ("ordered", "ordered_cuda", "pieces")  # backends that serve nothing else
 _IN_ORDER = "adds up in one order, whatever else a step holds"
 _SAMPLE_PAGE = 64  # rows; no backend looks at more of a page
 

@@ -78,7 +78,7 @@ class Kernel:
 @functools.cache
 def load_kernel(
     source: str, name: str, defines: tuple[tuple[str, object], ...], threads: int,
-    shared_bytes: int, device: int,
+    shared_bytes: int, device: int, fuses: bool = True,
 ) -> Kernel:  # fmt: skip
     """Compile a kernel for a device and load it there.
 
@@ -89,6 +89,7 @@ def load_kernel(
         threads: threads of a block.
         shared_bytes: dynamic shared memory of a block.
         device: index of the device; must be the current one.
+        fuses: whether the compiler may round a product and a sum once.
 
     Raises:
         RuntimeError: with the compiler's messages, if it refuses the source.
@@ -97,7 +98,8 @@ def load_kernel(
 
     torch.cuda.set_device(device)  # makes torch's context that of this thread
     major, minor = torch.cuda.get_device_capability(device)
-    module = _checked(driver.cuModuleLoadData(_compiled(source, defines, f"sm_{major}{minor}")))
+    cubin = _compiled(source, defines, f"sm_{major}{minor}", fuses)
+    module = _checked(driver.cuModuleLoadData(cubin))
     function = _checked(driver.cuModuleGetFunction(module, name.encode()))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _checked(driver.cuFuncSetAttribute(function, limit, shared_bytes))
@@ -105,8 +107,11 @@ def load_kernel(
 
 
 @functools.cache
-def _compiled(source: str, defines: tuple[tuple[str, object], ...], target: str) -> bytes:
+def _compiled(
+    source: str, defines: tuple[tuple[str, object], ...], target: str, fuses: bool = True
+) -> bytes:
     options = [f"--gpu-architecture={target}", "--std=c++17"]
+    options += [] if fuses else ["--fmad=false"]
     options += [f"--define-macro={name}={value}" for name, value in defines]
     files = _files_of(source)
     named = [part for name, text in files.items() for part in (name.encode(), text)]

@@ -41,9 +41,11 @@ def load_kernel(
     threads: int,
     shared_bytes: int,
     device: int | None,
+    fuses: bool = True,
 ) -> CpuKernel:
     """Stand in for the function of this name in `hybridspec.ops._nvrtc`."""
     macros = [f"-D{key}={value}" for key, value in defines]
+    macros += [] if fuses else ["-ffp-contract=off"]
     headers = sorted((SOURCES / source).parent.glob("*.cuh"))
     files = [HERE / "primitives.cuh", HERE / f"run_{name}.cpp", SOURCES / source, *headers]
     key = hashlib.sha256("".join([*FLAGS, *macros, *(file.read_text() for file in files)]).encode())

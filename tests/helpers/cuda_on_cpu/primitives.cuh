@@ -169,6 +169,7 @@ inline void sync_warp() { cpu::exchange(1, {}); }
 inline float from_lane(float value, int of) {
     return cpu::real(cpu::word(cpu::exchange(2, {cpu::bits(value)}), of, 0));
 }
+inline uint32 from_lane(uint32 value, int of) { return cpu::word(cpu::exchange(13, {value}), of, 0); }
 inline float from_lane_below(float value, int distance) {
     const int of = cpu::lane - distance;
     return cpu::real(cpu::word(cpu::exchange(3, {cpu::bits(value)}), of < 0 ? cpu::lane : of, 0));
@@ -200,6 +201,7 @@ inline void wait_for_others(uint32* counter, uint32 ticket) {
     if (cpu::lane == 0 && !((ticket ^ *counter) & 0x80000000u)) cpu::fail("not all blocks have arrived");
 }
 
+inline uint8* opaque_shared_memory() { return shared_memory; }
 inline uint32 transpose(uint32 pair) {
     const int turn = cpu::exchange(5, {pair}), g = cpu::lane / 4, t = cpu::lane % 4;
     uint32 result = 0;
@@ -235,6 +237,7 @@ struct Bf16 {
     static uint32 pack(float first, float second) { return round(first) | round(second) << 16; }
     static float first(uint32 pair) { return cpu::real(pair << 16); }
     static float second(uint32 pair) { return cpu::real(pair & 0xffff0000u); }
+    static float either(uint32 pair, bool is_second) { return is_second ? second(pair) : first(pair); }
     static void mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, const float (&c)[4]);
     static void mma_8(float (&d)[4], const uint32 (&a)[2], uint32 b, const float (&c)[4]);
 };
@@ -254,6 +257,7 @@ struct Fp16 {
     static uint32 pack(float first, float second) { return round(first) | round(second) << 16; }
     static float first(uint32 pair) { return widen(pair & 0xffff); }
     static float second(uint32 pair) { return widen(pair >> 16); }
+    static float either(uint32 pair, bool is_second) { return is_second ? second(pair) : first(pair); }
     static void mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, const float (&c)[4]);
     static void mma_8(float (&d)[4], const uint32 (&a)[2], uint32 b, const float (&c)[4]);
 };

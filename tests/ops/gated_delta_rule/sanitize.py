@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from helpers.conv_kernel_cases import check_kernel
 from helpers.gdn_cases import Case, Dtypes, Geometry, VerifyCall
-from helpers.gdn_kernel_cases import CUDA_MODES, LARGE
+from helpers.gdn_kernel_cases import CUDA_MODES, LARGE, ORDERED_MODES
 from hybridspec.ops import gated_delta_rule
 from hybridspec.ops import ring as ring_ops
 from hybridspec.ops.gated_delta_rule import launch_cuda
@@ -39,6 +39,9 @@ def launch_cuda_kernel() -> None:
         for dtypes in CUDA_MODES:
             operand = F16 if dtypes.rows == F16 else BF16
             VerifyCall(make_case(dtypes, LARGE), "cuda").check("cuda", operand)
+    for dtypes in ORDERED_MODES:
+        operand = F16 if dtypes.rows == F16 else BF16
+        VerifyCall(make_case(dtypes, LARGE), "cuda").check("ordered_cuda", operand)
 
 
 def main() -> None:

@@ -88,10 +88,18 @@ DEVICE void copy_async_wait() {
 
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE float from_lane(float value, int lane) { return __shfl_sync(~0u, value, lane); }
+DEVICE uint32 from_lane(uint32 value, int lane) { return __shfl_sync(~0u, value, lane); }
 DEVICE float from_lane_below(float value, int distance) { return __shfl_up_sync(~0u, value, distance); }
 DEVICE float from_lane_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
 
 DEVICE uint32 largest_of_warp(uint32 value) { return __reduce_max_sync(~0u, value); }
+
+// The address of shared memory, hidden from the compiler: ptxas 13.0 takes from a base that all lanes share,
+// and puts into a register that lanes share, what an asynchronous copy with a cache hint cannot have there.
+DEVICE uint8* opaque_shared_memory() {
+    const uint32 address = static_cast<uint32>(__cvta_generic_to_shared(shared_memory));
+    return static_cast<uint8*>(__cvta_shared_to_generic(from_lane(address, lane_index())));
+}
 
 // ---- Beyond a warp ----
 
@@ -169,6 +177,7 @@ struct Bf16 {
     }
     DEVICE static float first(uint32 pair) { return as_float(pair << 16); }
     DEVICE static float second(uint32 pair) { return as_float(pair & 0xffff0000u); }
+    DEVICE static float either(uint32 pair, bool second) { return as_float(select_bytes(pair, 0, second ? 0x3244 : 0x1044)); }
     // d = A B + c with A [16, 16] and B [16, 8], or A [16, 8] and B [8, 8]; registers as in PTX.
     DEVICE static void mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, const float (&c)[4]) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -200,6 +209,7 @@ struct Fp16 {
         asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}" : "=f"(result) : "r"(pair));
         return result;
     }
+    DEVICE static float either(uint32 pair, bool second) { return first(select_bytes(pair, 0, second ? 0x32 : 0x10)); }
     DEVICE static void mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1, const float (&c)[4]) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
             "{%8, %9}, {%10, %11, %12, %13};"

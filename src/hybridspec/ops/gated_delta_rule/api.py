@@ -13,6 +13,7 @@ from hybridspec.ops.gated_delta_rule import (
     launch,
     launch_cuda,
     launch_ordered,
+    ordered_cuda,
 )
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.gated_delta_rule.contracts import (
@@ -39,6 +40,7 @@ VERIFY_BACKENDS = {
     "reference": Backend(always, cpu.verify),
     # Never chosen by "auto", which has found one before.
     "ordered": Backend(launch_ordered.explain_verify, launch_ordered.verify),
+    "ordered_cuda": Backend(ordered_cuda.explain, ordered_cuda.verify, ordered_cuda.prepare),
 }
 
 
@@ -133,7 +135,7 @@ def verify(
             nearest. The bits are a function of seed, slot, element and `ring_start`, so another
             seed for each step makes them a function of the number of the fold; in.
         out: where to write, [N, HV, V]; last stride 1; out.
-        backend: "auto", "cuda", "triton", "reference" or "ordered".
+        backend: "auto", "cuda", "triton", "reference", "ordered" or "ordered_cuda".
 
     Returns:
         [N, HV, V] in the dtype of `v`; zeros in rows that belong to no slot.
@@ -155,7 +157,8 @@ def verify(
         of the ring (fp32 tensors are multiplied in tf32); a fold rounds the decayed u once more.
         With fp32 activations every product is full fp32.
         "ordered": the bits of a row do not depend on how rows are cut into steps; a step that folds
-        reads the folded state as it is rounded (README.md).
+        reads the folded state as it is rounded (README.md). "ordered_cuda": the same of another
+        kernel with other bits, in CUDA C++; experimental, its optimised build has not run yet.
 
     Source:
         The delta rule of Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), equation 10;

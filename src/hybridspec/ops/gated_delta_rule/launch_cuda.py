@@ -28,6 +28,7 @@ __all__ = [
     "Params",
     "Pointed",
     "choose_config",
+    "constants_of",
     "declare",
     "defines_of",
     "explain_device",
@@ -35,6 +36,7 @@ __all__ = [
     "explain_tensors",
     "explain_verify",
     "launcher",
+    "pointed_of",
     "prepare",
     "readable",
     "verify",
@@ -143,8 +145,9 @@ def explain_device(tensor: Tensor) -> str | None:
 
 
 def explain_tensors(
-    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
-) -> str | None:
+    rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch,
+    most_window: int = _MAX_WINDOW,
+) -> str | None:  # fmt: skip
     """Return which size, dtype or alignment of a call the kernel does not take, or None."""
     if batch.rand_seed is not None:
         return "it rounds folded states to nearest"
@@ -156,8 +159,8 @@ def explain_tensors(
         return "ring.cum_log_decay is not fp32 with a last stride of 1"
     if batch.max_rows > _MAX_TOKENS:
         return f"max_verify_tokens is {batch.max_rows}, it takes up to {_MAX_TOKENS}"
-    if ring.max_window > _MAX_WINDOW:
-        return f"ring.max_window is {ring.max_window}, it takes up to {_MAX_WINDOW}"
+    if ring.max_window > most_window:
+        return f"ring.max_window is {ring.max_window}, it takes up to {most_window}"
     return None
 
 
@@ -262,11 +265,11 @@ def prepare(
         "BY_BLOCK": int(has_blocks),
         "TOKEN_DECAY": int(ring.has_token_decay),
     }
-    constants = _constants(rows, gates, state, ring, batch)
-    return launcher(SOURCE, "verify", defines, num_heads, rows.q, Params, constants, _pointed)
+    constants = constants_of(rows, gates, state, ring, batch)
+    return launcher(SOURCE, "verify", defines, num_heads, rows.q, Params, constants, pointed_of)
 
 
-def _pointed(
+def pointed_of(
     rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> Pointed:
     """Tensors in the order of `_POINTERS`."""
@@ -278,7 +281,8 @@ def _pointed(
 
 def launcher(
     source: str, name: str, defines: dict[str, Any], num_heads: int, where: Tensor,
-    params: type[ctypes.Structure], constants: ctypes.Structure, pointed: Callable[..., Pointed],
+    params: type[ctypes.Structure], constants: ctypes.Structure, pointed: Callable[..., Pointed], *,
+    fuses: bool = True,
 ) -> Callable[..., None]:  # fmt: skip
     """Build a kernel; return what launches it on calls of one kind, which differ in addresses.
 
@@ -291,12 +295,13 @@ def launcher(
         params: the struct that it takes.
         constants: its part besides addresses.
         pointed: names the tensors of a call in the order of addresses.
+        fuses: whether the compiler may round a product and a sum once.
     """
     warps, warp_bytes = defines["WARPS"], defines["SHARED_BYTES"]
     with torch.cuda.device_of(where):
         kernel = load_kernel(
             source, name, tuple(defines.items()), 32 * warps, warps * warp_bytes,
-            where.device.index,
+            where.device.index, fuses,
         )  # fmt: skip
     num_blocks = -(-num_heads * defines["SPLITS"] // warps)
     addresses = struct.Struct(f"{len(params._fields_) - len(constants._fields_)}P")
@@ -311,7 +316,7 @@ def launcher(
     return run
 
 
-def _constants(
+def constants_of(
     rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch
 ) -> ctypes.Structure:
     """Everything of `Params` that is no address."""

@@ -12,7 +12,7 @@ from hybridspec.ops.gated_delta_rule import launch
 from hybridspec.ops.gated_delta_rule.call import FoldingBatch, Gates, Rows, State
 from hybridspec.ops.ring.view import RingView
 
-__all__ = ["explain_verify", "verify"]
+__all__ = ["explain_batch", "explain_verify", "verify"]
 
 _TOKENS = 8
 _MOST_WINDOW = 32
@@ -36,6 +36,11 @@ def explain_verify(
         return f"max_verify_tokens is {batch.max_rows}, the kernel takes up to {_TOKENS}"
     if ring.max_window > _MOST_WINDOW:
         return f"ring.max_window is {ring.max_window}, the kernel takes up to {_MOST_WINDOW}"
+    return explain_batch(ring, batch)
+
+
+def explain_batch(ring: RingView, batch: FoldingBatch) -> str | None:
+    """Return which kind of batch or cursors is not supported, or None."""
     by_slot = batch.cu_seqlens is not None and batch.slots is not None
     if not by_slot or ring.ring_start is None or ring.has_token_decay:
         return "it takes cursors and cumulative decays by slot only"
