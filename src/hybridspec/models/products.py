@@ -32,7 +32,7 @@ class Products(Protocol):
 
 
 class _Blas:
-    """As torch multiplies; logits are rounded to the weight's dtype before they are widened."""
+    """As torch multiplies; on a CPU logits are rounded to the weight's dtype and then widened."""
 
     linear = staticmethod(F.linear)
 
@@ -40,6 +40,8 @@ class _Blas:
         return residual.addmm_(x, weight.t())
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         logits = F.linear(hidden, weight)
         return logits if logits.dtype is torch.float64 else logits.float()
 

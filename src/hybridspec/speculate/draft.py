@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybridspec.models import HybridModel
+from hybridspec.models.products import BLAS
 from hybridspec.ops.verify_plan import Step
 from hybridspec.runtime import KvMemory, Pools
 from hybridspec.speculate.choose import choose_tokens
@@ -79,10 +79,9 @@ class MtpDrafter:
         """Return logits [N, vocab] of the head's hidden states, -inf for words it does not know."""
         if self.words is None or self._rows is None:
             return self.model.logits(hidden)
-        known = F.linear(hidden, self._rows)
-        wide = known.dtype if known.dtype is torch.float64 else torch.float32
-        logits = known.new_full((hidden.shape[0], self.model.head.shape[0]), -torch.inf, dtype=wide)
-        return logits.index_copy_(1, self.words, known.to(wide))
+        known = BLAS.logits(hidden, self._rows)
+        logits = known.new_full((hidden.shape[0], self.model.head.shape[0]), -torch.inf)
+        return logits.index_copy_(1, self.words, known)
 
     @property
     def memory(self) -> KvMemory:
