@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridspec import LLM, SamplingParams
@@ -18,6 +19,7 @@ from hybridspec.models import mlp as mlp_module
 from hybridspec.models.mlp import MoeMlp
 from hybridspec.ops import experts
 from hybridspec.ops.experts.cpu import route
+from hybridspec.ops.norms import rms_norm
 
 __all__ = ["READ_RATE", "RECURRENT", "step_bytes", "step_parts"]
 
@@ -27,7 +29,7 @@ _REPLAYS = 4
 
 # Which part a kernel belongs to, by its name; the first that fits.
 _PARTS = (
-    ("experts", r"^(gate_up|down|down_sum|route|sum)_kernel|grouped"),
+    ("experts", r"^(gate_up|down|route|sum)_kernel|^mix_row|grouped"),
     (RECURRENT, r"^verify$|gdn|replay|^ordered_verify"),
     ("convolution", r"conv|^verify_kernel"),
     ("attention", r"^(split|finish|append|piece|join)_kernel|flash"),
@@ -114,7 +116,14 @@ def _counted_experts(num_rows: int, found: list[Tensor]) -> Iterator[None]:
             found.append(hit.sum())
         return experts.mix(x, scores, *rest, **options)
 
-    stand_in = SimpleNamespace(mix=mix, Matrices=experts.Matrices, explain=experts.explain)
+    def norm_and_mix(
+        x: Tensor, weight: Tensor, eps: float, router: Tensor, *rest: Any, meeting: Tensor,
+        **options: Any,
+    ) -> Tensor:  # fmt: skip
+        y = rms_norm(x, weight, eps)
+        return mix(y, F.linear(y, router), *rest, x, **options)
+
+    stand_in = SimpleNamespace(mix=mix, norm_and_mix=norm_and_mix)
     with mock.patch.object(mlp_module, "experts", stand_in):
         yield
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridspec.models.config import MoeConfig
 from hybridspec.models.mlp import MoeMlp
 from hybridspec.ops.experts import Matrices
+from hybridspec.ops.norms import RmsNorm
 
 
 def make_moe(
@@ -41,6 +42,7 @@ def make_moe(
             shared_gate_up=matrix(20, 8),
             shared_down=matrix(8, 10),
         ),
+        meeting=torch.zeros(1, dtype=torch.int32),
     )
 
 
@@ -66,12 +68,12 @@ def expected(moe: MoeMlp, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("num_experts", "per_token"), [(1, 1), (6, 2), (7, 7)])
 def test_mixture(num_experts: int, per_token: int, is_normalized: bool) -> None:
     moe = make_moe(num_experts, per_token, is_normalized=is_normalized)
-    x, residual = torch.randn(
-        2, 9, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    )
-    right = residual + expected(moe, x)
-    out = moe.forward(x, residual)
-    assert out is residual
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(9, 8, generator=generator, dtype=torch.float64)
+    norm = RmsNorm(torch.rand(8, generator=generator, dtype=torch.float64), 1e-6)
+    right = x + expected(moe, norm.forward(x))
+    out = moe.forward(x, norm)
+    assert out is x
     torch.testing.assert_close(out, right, atol=1e-11, rtol=1e-11)
 
 
@@ -80,4 +82,6 @@ def test_teeth_every_matrix_counts(spoil: str) -> None:
     moe, other = make_moe(4, 4), make_moe(4, 4)
     (other.router_weight if spoil == "router_weight" else getattr(other.matrices, spoil))[2] += 0.1
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    assert (moe.forward(x, torch.zeros_like(x)) - expected(other, x)).abs().max() > 1e-3
+    norm = RmsNorm(torch.ones(8, dtype=torch.float64), 0.0)
+    wrong = x + expected(other, norm.forward(x))
+    assert (moe.forward(x, norm) - wrong).abs().max() > 1e-3

@@ -365,4 +365,4 @@ class DecoderLayer:
     def forward(self, x: Tensor, rows: Rows, memory: Any) -> Tensor:
         """Return the residual stream after this layer, [N, D]; appends to the memory's logs."""
         x = self.mixer.forward(self.mixer_norm.forward(x), x, rows, memory)
-        return self.mlp.forward(self.mlp_norm.forward(x), x)
+        return self.mlp.forward(x, self.mlp_norm)

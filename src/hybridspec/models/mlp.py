@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,13 @@ from hybridspec.models.config import ModelConfig, MoeConfig
 from hybridspec.models.products import BLAS, Products
 from hybridspec.ops import experts
 from hybridspec.ops.activations import swiglu
+from hybridspec.ops.norms import RmsNorm
 
-__all__ = ["Mlp", "MoeMlp"]
+__all__ = ["EXPERTS", "EXPERTS_OF_ONE_ROW", "Mlp", "MoeMlp"]
+
+# Ops as engines name them.
+EXPERTS = "experts"
+EXPERTS_OF_ONE_ROW = "experts of one row"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,31 +30,33 @@ class Mlp:
     down_weight: Tensor
     products: Products = BLAS
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return the MLP's output, [N, D], added to `residual`."""
-        y = _gated(self.products.linear(x, self.gate_up_weight))
-        return self.products.add(residual, y, self.down_weight)
+    def forward(self, x: Tensor, norm: RmsNorm) -> Tensor:
+        """Return x + mlp(norm(x)), [N, D]; `x` may be overwritten."""
+        y = _gated(self.products.linear(norm.forward(x), self.gate_up_weight))
+        return self.products.add(x, y, self.down_weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeMlp:
-    """A routed MLP with a shared expert: `ops.experts.mix`, behind the products of the router.
+    """A routed MLP with a shared expert: `ops.experts`.
 
     Attributes:
         config: sizes.
         router_weight: [router | gate of the shared expert] stacked, [E + 1, D].
         matrices: weights of the experts.
+        meeting: see `ops.experts.norm_and_mix`; a layer works on one step at a time.
     """
 
     config: MoeConfig
     router_weight: Tensor
     matrices: experts.Matrices
+    meeting: Tensor
 
     @staticmethod
     def refusals(
         config: ModelConfig, device: torch.device, dtype: torch.dtype
-    ) -> dict[str, str | None]:
-        """Ask each backend of the experts why it would not serve a row; None where it would."""
+    ) -> dict[str, dict[str, str | None]]:
+        """Ask each backend why it would not serve experts, of rows and of a single one."""
         moe, size = config.moe, config.hidden_size
         assert moe is not None
         count, inner, shared = moe.num_experts, moe.expert_ffn_size, moe.shared_ffn_size
@@ -63,19 +71,28 @@ class MoeMlp:
             rows(2 * shared, size),
             rows(size, shared),
         )
-        x = rows(1, size)
-        return experts.explain(x, rows(1, count + 1), matrices, x, moe.experts_per_token)
+        x, per_row = rows(1, size), moe.experts_per_token
+        weight = torch.empty(size, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        return {
+            EXPERTS: experts.explain(x, rows(1, count + 1), matrices, x, per_row),
+            EXPERTS_OF_ONE_ROW: experts.explain_norm_and_mix(
+                x, weight, rows(count + 1, size), matrices, per_row
+            ),
+        }
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return the mixture's output, [N, D], added to `residual`."""
-        return experts.mix(
-            x,
-            F.linear(x, self.router_weight),
-            self.matrices,
-            residual,
-            experts_per_row=self.config.experts_per_token,
-            is_normalized=self.config.is_normalized,
-        )
+    def forward(self, x: Tensor, norm: RmsNorm) -> Tensor:
+        """Return x + mixture(norm(x)), [N, D], in place of `x`."""
+        options: Any = {
+            "experts_per_row": self.config.experts_per_token,
+            "is_normalized": self.config.is_normalized,
+        }
+        if x.is_cuda:
+            return experts.norm_and_mix(
+                x, norm.weight, norm.eps, self.router_weight, self.matrices, meeting=self.meeting,
+                **options,
+            )  # fmt: skip
+        y = norm.forward(x)
+        return experts.mix(y, F.linear(y, self.router_weight), self.matrices, x, **options)
 
 
 def _gated(gate_up: Tensor) -> Tensor:
