@@ -41,7 +41,7 @@ class Layer:
             matrix(num_experts, 2 * INNER, SIZE), matrix(num_experts, SIZE, INNER),
             matrix(2 * INNER, SIZE), matrix(SIZE, INNER),
         )  # fmt: skip
-        self.meeting = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self.meeting = torch.zeros(2, dtype=torch.int32, device="cuda")
 
     def run(self, x: Tensor, backend: str) -> None:
         """Change rows in place."""

@@ -42,7 +42,7 @@ def make_moe(
             shared_gate_up=matrix(20, 8),
             shared_down=matrix(8, 10),
         ),
-        meeting=torch.zeros(1, dtype=torch.int32),
+        meeting=torch.zeros(2, dtype=torch.int32),
     )
 
 

@@ -241,7 +241,7 @@ class WeightReader:
             matrices=Matrices(
                 gate_up_weight, down_weight, shared.gate_up_weight, shared.down_weight
             ),
-            meeting=torch.zeros(1, dtype=torch.int32, device=gate_up_weight.device),
+            meeting=torch.zeros(2, dtype=torch.int32, device=gate_up_weight.device),
         )
 
     def _fill_experts(self, prefix: str, parts: dict[str, tuple[Tensor, tuple[str, ...]]]) -> None:

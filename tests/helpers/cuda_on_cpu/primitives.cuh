@@ -170,6 +170,7 @@ inline float from_lane(float value, int of) {
     return cpu::real(cpu::word(cpu::exchange(2, {cpu::bits(value)}), of, 0));
 }
 inline uint32 from_lane(uint32 value, int of) { return cpu::word(cpu::exchange(13, {value}), of, 0); }
+inline uint32 take_number(uint32* counter) { return cpu::lane == 0 ? (*counter)++ : 0; }
 inline float from_lane_below(float value, int distance) {
     const int of = cpu::lane - distance;
     return cpu::real(cpu::word(cpu::exchange(3, {cpu::bits(value)}), of < 0 ? cpu::lane : of, 0));

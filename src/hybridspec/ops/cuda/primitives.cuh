@@ -103,6 +103,9 @@ DEVICE uint8* opaque_shared_memory() {
 
 // ---- Beyond a warp ----
 
+// The next number, for the first lane; the others get 0.
+DEVICE uint32 take_number(uint32* counter) { return lane_index() == 0 ? atomicAdd(counter, 1) : 0; }
+
 DEVICE void sync_block() { __syncthreads(); }
 // Meetings of all blocks of a cooperative launch. The counter is 0 before the first one: the first
 // block adds what the others leave of 2^31, so that the last to arrive changes the counter's highest

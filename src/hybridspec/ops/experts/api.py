@@ -105,8 +105,8 @@ def norm_and_mix(
         router: rows of the routed experts, then that of the shared one's gate, [E + 1, D], dtype
             of `x`; last stride 1; in.
         matrices: as in `mix`; in.
-        meeting: where programs of one launch wait for each other, [1], int32, zero before the
-            first call; of one call at a time; scratch.
+        meeting: where programs of one launch wait for each other and share work out, [2], int32,
+            zero before the first call; of one call at a time; scratch.
         experts_per_row: how many routed experts a row has, 1..E.
         is_normalized: whether their weights sum to one.
         backend: "auto", "cuda" (one row, one launch), "composed" (a norm, a product and `mix`) or
@@ -137,7 +137,7 @@ def explain_norm_and_mix(
     x: Tensor, norm_weight: Tensor, router: Tensor, matrices: Matrices, experts_per_row: int
 ) -> dict[str, str | None]:
     """Say of each backend, in order of preference, why it cannot serve a call, or None."""
-    meeting = x.new_zeros(1, dtype=torch.int32)
+    meeting = x.new_zeros(2, dtype=torch.int32)
     return _whole.explain(x, norm_weight, router, matrices, meeting, 0.0, experts_per_row, True)
 
 
@@ -159,7 +159,7 @@ def _check_whole(
     check_dtype("norm_weight", norm_weight, *WIDE)
     check("norm_weight", norm_weight, "D", dims)
     check_tensor("router", router, "E+1 D", dims, x.dtype)
-    check_tensor("meeting", meeting, "1", dims, torch.int32)
+    check_tensor("meeting", meeting, "2", dims, torch.int32)
 
 
 def _check(

@@ -23,7 +23,7 @@ struct Params {
     uint8* row;  // [SIZE]
     uint8* scores;  // [EXPERTS + 1]
     uint8* hidden;  // [PER_ROW * INNER + SHARED]
-    uint32* meeting;
+    uint32* meeting;  // [2]: of `arrive`, of `take_number`
     uint64 router_stride, gate_up_stride_e, gate_up_stride_f, down_stride_e, down_stride_d, shared_gate_up_stride,
         shared_down_stride;
     float eps;
@@ -92,34 +92,44 @@ struct Unit {
     }
 };
 
-// The normed row into shared memory, rounded.
-DEVICE void norm_row(const Params& p) {
-    constexpr int kPart = 4 * THREADS;  // values at a time, four of each thread
-    constexpr int kParts = (SIZE + kPart - 1) / kPart;
-    const int first = 4 * (32 * warp_index() + lane_index());
-    float x[kParts][4], weight[kParts][4], sum = 0;
-    UNROLL for (int i = 0; i < kParts; ++i) {
-        const int at = i * kPart + first;
-        const bool live = at < SIZE;
-        UNROLL for (int j = 0; j < 4; ++j) {
-            x[i][j] = live ? bf16_at(p.row, at + j) : 0;
-            weight[i][j] = live ? reinterpret_cast<const float*>(p.norm_weight)[at + j] : 0;
-            sum = fused_multiply_add(x[i][j], x[i][j], sum);
+// The row and the norm's weight, then the normed row in shared memory, rounded.
+struct Norm {
+    static constexpr int kPart = kLane * THREADS;  // values at a time, a chunk of each thread
+    static constexpr int kParts = (SIZE + kPart - 1) / kPart;
+    Chunk x[kParts], weight[kParts][2];
+
+    DEVICE static int place(int i) { return i * kPart + kLane * (32 * warp_index() + lane_index()); }
+    DEVICE void load_from(const Params& p) {
+        UNROLL for (int i = 0; i < kParts; ++i) {
+            const int at = place(i);
+            if (at >= SIZE) continue;
+            x[i] = load_once(p.row + 2 * at);
+            UNROLL for (int j = 0; j < 2; ++j) weight[i][j] = load_once(p.norm_weight + 4 * at + 16 * j);
         }
     }
-    sum = sum_of_warp(sum);
-    if (lane_index() == 0) put_shared(kSumsAt + 4 * warp_index(), sum);
-    sync_block();
-    float total = 0;
-    UNROLL for (int warp = 0; warp < kWarps; ++warp) total += in_shared(kSumsAt + 4 * warp);
-    const float factor = reciprocal_root(total * (1.0f / SIZE) + p.eps);
-    UNROLL for (int i = 0; i < kParts; ++i) {
-        const int at = i * kPart + first;
-        const auto y = [&](int j) { return x[i][j] * factor * weight[i][j]; };
-        if (at < SIZE) store_shared(shared_memory + 2 * at, Bf16::pack(y(0), y(1)), Bf16::pack(y(2), y(3)));
+    DEVICE void store(float eps) const {
+        float sum = 0, total = 0;
+        UNROLL for (int i = 0; i < kParts; ++i)
+            if (place(i) < SIZE) sum = plus_products(sum, x[i], x[i]);
+        sum = sum_of_warp(sum);
+        if (lane_index() == 0) put_shared(kSumsAt + 4 * warp_index(), sum);
+        sync_block();
+        UNROLL for (int warp = 0; warp < kWarps; ++warp) total += in_shared(kSumsAt + 4 * warp);
+        const float factor = reciprocal_root(total * (1.0f / SIZE) + eps);
+        UNROLL for (int i = 0; i < kParts; ++i) {
+            const int at = place(i);
+            if (at >= SIZE) continue;
+            Chunk y;
+            UNROLL for (int j = 0; j < 4; ++j) {
+                const uint32* w = weight[i][j / 2].r + 2 * (j % 2);
+                y.r[j] = Bf16::pack(Bf16::first(x[i].r[j]) * factor * as_float(w[0]),
+                                    Bf16::second(x[i].r[j]) * factor * as_float(w[1]));
+            }
+            store_shared(shared_memory + 2 * at, y);
+        }
+        sync_block();
     }
-    sync_block();
-}
+};
 
 // The experts of the largest scores, of equal ones the first, and their weights, by one warp.
 //
@@ -189,6 +199,8 @@ struct Column {
 
 KERNEL(THREADS, 1) mix_row(const Params p) {
     const int warp = warp_index(), stride = kWarps * num_blocks(), place = warp * num_blocks() + block_index();
+    Norm norm;
+    norm.load_from(p);  // before any weight, or it would wait behind them
     Unit unit;
     const auto load_first = [&](int i) {
         if (i < kScores) unit.gate.load_from(p.router + i * p.router_stride);
@@ -202,7 +214,7 @@ KERNEL(THREADS, 1) mix_row(const Params p) {
         if (thread >= 0 && thread < SIZE * kLines)
             prefetch(p.shared_down + thread / kLines * p.shared_down_stride + thread % kLines * 128);
     }
-    norm_row(p);
+    norm.store(p.eps);
     for (int i = place; i < kScores + SHARED; i += stride) {
         if (i >= kScores) unit.store_hidden(p.hidden + 2 * (PER_ROW * INNER + i - kScores));
         else {
@@ -218,10 +230,13 @@ KERNEL(THREADS, 1) mix_row(const Params p) {
     }
     sync_block();
     const auto* experts = reinterpret_cast<const uint32*>(shared_memory + kExpertsAt);
-    for (int i = place; i < PER_ROW * INNER; i += stride) {
+    // Blocks get weights at different rates: who is done with its first unit takes the next one.
+    for (int i = place; i < PER_ROW * INNER;) {
+        const uint32 number = take_number(p.meeting + 1);
         const uint8* expert = p.gate_up + experts[i / INNER] * p.gate_up_stride_e;
         unit.load_pair(expert + i % INNER * p.gate_up_stride_f, INNER, p.gate_up_stride_f);
         unit.store_hidden(p.hidden + 2 * i);
+        i = stride + from_lane(number, 0);
     }
 
     int column_index = block_index() * kWarps + warp;
@@ -238,6 +253,8 @@ KERNEL(THREADS, 1) mix_row(const Params p) {
     for (int i = 32 * warp + lane_index(); i < kHidden / kLane; i += THREADS)
         store_shared(shared_memory + kHiddenAt + 16 * i, load(p.hidden + 16 * i));
     sync_block();
+    // All have passed the last number.
+    if (block_index() == 0 && warp == 0 && lane_index() == 0) p.meeting[1] = 0;
     while (column_index < SIZE) {
         column.store_to(p, column_index);
         column_index += stride;
