@@ -29,6 +29,7 @@ import torch
 
 from geometries import GEOMETRIES, write_geometry
 from hybridspec import LLM, SamplingParams
+from hybridspec.models import mlp
 from measured_commit import measured_commit
 from step_parts import READ_RATE, RECURRENT, step_bytes, step_parts
 
@@ -53,6 +54,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--draft-vocab", type=int, help="words that drafts are chosen from")
+    parser.add_argument(
+        "--experts-of-one-row", choices=["composed", "cuda"], default=mlp.one_row_backend
+    )
     parser.add_argument("--eager", action="store_true", help="without graphs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path)
@@ -211,6 +215,7 @@ def run_mode(
 
 def main() -> int:
     args = arguments()
+    mlp.one_row_backend = args.experts_of_one_row
     rng = random.Random(0)
     vocab = 250 if args.geometry == "bundled" else args.vocab
     batches = [

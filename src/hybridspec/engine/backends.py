@@ -22,7 +22,9 @@ from hybridspec.models.products import PRODUCTS
 from hybridspec.ops.sampling import explain_choose
 from hybridspec.runtime import MemorySpecs, Pools
 
-__all__ = ["Choices", "choose_backends"]
+__all__ = ["EXPERTS", "Choices", "choose_backends"]
+
+EXPERTS = "experts"
 
 _log = logging.getLogger("hybridspec")
 _SERVES = "serves this device, these dtypes and sizes"
@@ -102,8 +104,8 @@ def choose_backends(
     for op in (ATTENTION, PROMPT_ATTENTION):
         choices.setdefault(op, ("reference", "no layer attends"))
     if model.moe is not None:
-        for op, refusals in MoeMlp.refusals(model, device, specs.options.dtype).items():
-            choices[op] = _choice(refusals, "auto", is_asked_for=False)
+        refusals = MoeMlp.refusals(model, device, specs.options.dtype)
+        choices[EXPERTS] = _choice(refusals, "auto", is_asked_for=False)
     if is_ordered:
         choices[PRODUCTS] = ("ordered", _IN_ORDER)
     choices["sampling"] = _choice(explain_choose(device), "auto", is_asked_for=False)

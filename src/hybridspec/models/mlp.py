@@ -15,11 +15,11 @@ from hybridspec.ops import experts
 from hybridspec.ops.activations import swiglu
 from hybridspec.ops.norms import RmsNorm
 
-__all__ = ["EXPERTS", "EXPERTS_OF_ONE_ROW", "Mlp", "MoeMlp"]
+__all__ = ["Mlp", "MoeMlp"]
 
-# Ops as engines name them.
-EXPERTS = "experts"
-EXPERTS_OF_ONE_ROW = "experts of one row"
+# Backend of `experts.norm_and_mix` for one row on a GPU. "cuda" is one launch, compared there layer
+# by layer; no engine has run with it on a GPU (`--experts-of-one-row` of engine_throughput.py).
+one_row_backend = "composed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,8 @@ class MoeMlp:
     @staticmethod
     def refusals(
         config: ModelConfig, device: torch.device, dtype: torch.dtype
-    ) -> dict[str, dict[str, str | None]]:
-        """Ask each backend why it would not serve experts, of rows and of a single one."""
+    ) -> dict[str, str | None]:
+        """Ask each backend of the experts why it would not serve a row; None where it would."""
         moe, size = config.moe, config.hidden_size
         assert moe is not None
         count, inner, shared = moe.num_experts, moe.expert_ffn_size, moe.shared_ffn_size
@@ -71,14 +71,8 @@ class MoeMlp:
             rows(2 * shared, size),
             rows(size, shared),
         )
-        x, per_row = rows(1, size), moe.experts_per_token
-        weight = torch.empty(size, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        return {
-            EXPERTS: experts.explain(x, rows(1, count + 1), matrices, x, per_row),
-            EXPERTS_OF_ONE_ROW: experts.explain_norm_and_mix(
-                x, weight, rows(count + 1, size), matrices, per_row
-            ),
-        }
+        x = rows(1, size)
+        return experts.explain(x, rows(1, count + 1), matrices, x, moe.experts_per_token)
 
     def forward(self, x: Tensor, norm: RmsNorm) -> Tensor:
         """Return x + mixture(norm(x)), [N, D], in place of `x`."""
@@ -86,10 +80,10 @@ class MoeMlp:
             "experts_per_row": self.config.experts_per_token,
             "is_normalized": self.config.is_normalized,
         }
-        if x.is_cuda:
+        if x.is_cuda and x.shape[0] == 1 and one_row_backend != "composed":
             return experts.norm_and_mix(
                 x, norm.weight, norm.eps, self.router_weight, self.matrices, meeting=self.meeting,
-                **options,
+                backend=one_row_backend, **options,
             )  # fmt: skip
         y = norm.forward(x)
         return experts.mix(y, F.linear(y, self.router_weight), self.matrices, x, **options)
