@@ -94,8 +94,9 @@ DEVICE float from_lane_xor(float value, int mask) { return __shfl_xor_sync(~0u, 
 
 DEVICE uint32 largest_of_warp(uint32 value) { return __reduce_max_sync(~0u, value); }
 
-// The address of shared memory, hidden from the compiler: ptxas 13.0 takes from a base that all lanes share,
-// and puts into a register that lanes share, what an asynchronous copy with a cache hint cannot have there.
+// The address of shared memory, of which the compiler does not know that all lanes have the same. If it does, it may
+// put the address into a uniform register, which an asynchronous copy with a cache hint cannot have
+// (docs/kernels/log/gdn_verify.md).
 DEVICE uint8* opaque_shared_memory() {
     const uint32 address = static_cast<uint32>(__cvta_generic_to_shared(shared_memory));
     return static_cast<uint8*>(__cvta_shared_to_generic(from_lane(address, lane_index())));

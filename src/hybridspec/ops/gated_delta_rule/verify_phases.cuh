@@ -1,9 +1,8 @@
 // What the verify kernels share that have a ring of corrections: what a warp asks for, the gates of a
 // token, and the fold.
 //
-// ptxas 13.0 may encode an asynchronous copy that has a cache hint so that it cannot run: LDGSTS [R + UR], desc[UR],
-// where it keeps a part of the shared address that all lanes have in common in a uniform register. Code far away
-// decides it: look at the instructions of all builds after a change.
+// ptxas may encode an asynchronous copy that has a cache hint so that it cannot run: LDGSTS [R + UR], desc[UR]. Code
+// far away decides it: look at the instructions of all builds after a change (docs/kernels/log/gdn_verify.md).
 #pragma once
 
 #include "verify_layout.cuh"
