@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.attention_cases import BATCHES, check_verify, make_attention_batch
+from helpers.thinned import thinned
 from hybridspec.ops.paged_attention import launch_pieces
 
 pytestmark = pytest.mark.interpreted
@@ -24,8 +25,7 @@ def small_pieces_and_poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterato
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("page_size", [3, 16])
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(("name", "page_size"), thinned(list(BATCHES), [3, 16]))
 def test_batches(name: str, page_size: int) -> None:
     make = BATCHES[name] | {"page_size": page_size, "dtype": F32}
     check_verify(make_attention_batch(**make), launch_pieces.verify)
