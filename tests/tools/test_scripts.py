@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import gpu_figures
 from helpers.scripts import run_apart, run_here
 from prepare_demo_data import HELD_OUT_CODE, HELD_OUT_DOCS
 
@@ -85,3 +86,24 @@ def test_bits_per_byte_of_states_in_8_bits(folder: Path, tmp_path: Path) -> None
     assert [(row["text"], row["bytes"]) for row in rows] == [("code", 100)] * 3 + [
         ("docs", 100)
     ] * 3
+
+
+@pytest.mark.parametrize("name", gpu_figures.RUNS)
+def test_figures_are_asked_for_with_flags_that_exist(name: str) -> None:
+    _, script, *words = gpu_figures.command_of(name)
+    text = Path(script).read_text()
+    for flag in [word for word in [*words, "--json"] if word.startswith("--")]:
+        assert f'"{flag}"' in text, f"{script} has no {flag}"
+
+
+def test_a_figure_that_fails_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {"one": "benchmarks/no_such_file.py", "two": "benchmarks/fold_rules.py --help"}
+    monkeypatch.setattr(gpu_figures, "RUNS", runs)
+    monkeypatch.setattr("sys.argv", ["gpu_figures.py", str(tmp_path)])
+    assert gpu_figures.main() == 1
+    said = capsys.readouterr().out
+    assert "one: failed with 2" in said and "two: ok" in said
+    assert said.splitlines()[-1] == "not succeeded: one"
+    assert "usage: fold_rules.py" in (tmp_path / "two.log").read_text()
