@@ -207,6 +207,23 @@ def test_preempted_requests(
         assert added == request.token_ids and len(added) == params.max_tokens
 
 
+def test_a_step_of_which_half_was_said_shows_the_rest(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, alone: Reports
+) -> None:
+    """Rows shared with others split the second decoding elsewhere: origins stay those of tokens."""
+    monkeypatch.setattr(resolve, "PAGE_SIZE", 8)
+    engine = scripted(tiny.folder, right_script, alone, verify_rows=8)
+    fix_pools(engine, num_slots=5, num_pages=22)
+    requests = run(engine, PROMPTS, PARAMS)
+    assert engine.counters().num_preemptions > 0
+    for step in [step for request in requests for step in request.outbox]:
+        accepted = step.origins.count("accepted")
+        assert step.token_ids[:accepted] == step.drafted[:accepted]
+    for stats in [request.stats for request in requests]:
+        pairs = zip(stats.committed_per_step, stats.accepted_per_step, strict=True)
+        assert all(accepted <= committed for committed, accepted in pairs)
+
+
 @pytest.mark.parametrize("asked", [None, True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_reuse_and_preemption_have_to_be_asked_for_on_a_gpu(

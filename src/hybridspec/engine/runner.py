@@ -309,6 +309,7 @@ class Runner:
     ) -> None:
         """Hand a request its tokens and post what the step added."""
         tokens, drafts, report = taken.tokens, taken.drafts, launch.outcome.report
+        num_accepted = taken.num_accepted
         reports: list[TokenLogprobs] | None = None
         if report is not None and (count := request.params.logprobs) is not None:
             reports = report.read(tokens, [count] * len(tokens), first)
@@ -316,6 +317,7 @@ class Runner:
             known = min(len(tokens), request.num_replayed)
             request.num_replayed -= known
             tokens, reports = tokens[known:], None if reports is None else reports[known:]
+            drafts, num_accepted = drafts[known:], max(num_accepted - known, 0)
             if not tokens and not taken.done:
                 return
         if taken.done == RequestTable.DONE_BY_NAN:
@@ -331,14 +333,14 @@ class Runner:
             return
         stats.committed_per_step.append(num_taken)
         stats.drafted_per_step.append(len(drafts))
-        stats.accepted_per_step.append(taken.num_accepted)
+        stats.accepted_per_step.append(num_accepted)
         stats.folds += taken.is_fold
-        counters.outcomes[len(drafts)][taken.num_accepted] += 1
+        counters.outcomes[len(drafts)][num_accepted] += 1
         counters.folds += taken.is_fold
         stats.decode_s += elapsed
         request.post(
             num_taken,
-            taken.num_accepted,
+            num_accepted,
             drafts,
             taken.history_len,
             taken.is_fold,
