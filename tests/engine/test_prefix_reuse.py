@@ -268,6 +268,27 @@ def test_prompt_logprobs_are_computed_whole(tiny: TinyCheckpoint) -> None:
     assert engine.counters().prefix_hits == 2 * CHUNK - PAGE
 
 
+def test_no_continuation_overtakes_the_log_probabilities_of_its_prompt(
+    tiny: TinyCheckpoint,
+) -> None:
+    """The first one computes all of a prompt that is kept; the others could begin behind it."""
+    engine = engine_of(tiny)
+    prompt = tokens(3 * CHUNK)
+    [alone] = run(engine, prompt)
+    request = submit(engine, prompt, prompt_logprobs=1, n=3)
+    while engine.has_work:
+        engine.step()
+        for step in request.outbox:
+            assert len(step.output.prompt_logprobs or []) == len(prompt)
+    assert [one.token_ids for one in request.continuations] == [alone] * 3
+    assert engine.counters().prefix_hits == 2 * (3 * CHUNK - PAGE)
+    dropped = submit(engine, prompt, prompt_logprobs=1, n=3)
+    engine.step()
+    engine.abort(dropped)
+    finish(engine)
+    assert dropped.continuations[1].token_ids == alone
+
+
 @pytest.mark.parametrize(
     "options",
     [{"enable_prefix_caching": False}, {"kv_layout": "contiguous"}],

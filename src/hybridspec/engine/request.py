@@ -58,6 +58,13 @@ class RequestGroup:
         assert self.prompt_logprobs is not None
         self.prompt_logprobs += [self.named(report) for report in reports]
 
+    @property
+    def lacks_prompt_reports(self) -> bool:
+        """Whether the first continuation is still to bring reports of prompt rows."""
+        reports = self.prompt_logprobs
+        is_short = reports is not None and len(reports) < len(self.prompt_token_ids)
+        return is_short and self.requests[0].finish_reason is None
+
     def named(self, report: TokenLogprobs) -> TokenLogprobs:
         """Return a report with the text of its tokens, where text is made."""
         tokenizer, names = self.tokenizer, self._names

@@ -128,8 +128,11 @@ class Scheduler:
         if request.prefill_end != request.num_to_prefill:
             self._plan_prefill(request)
         prefixes, keys = self.allocator.prefixes, request.prefix_keys
-        if request.params.prompt_logprobs is not None and request.index == 0:
-            keys = []  # its rows are reported on
+        if request.params.prompt_logprobs is not None:
+            if request.index == 0:
+                keys = []  # its rows are reported on
+            elif request.group.lacks_prompt_reports:
+                return False  # a prefix could let it overtake them
         if prefixes.is_expected(keys):
             return False
         prefix = prefixes.find(keys)
