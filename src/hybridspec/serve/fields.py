@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field
 
 from hybridspec.config import SamplingParams
 from hybridspec.serve.errors import ApiError, wrong_call
@@ -63,6 +63,10 @@ _SAME = (
     "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens",
 )  # fmt: skip
 
+Item = TypeVar("Item")
+# A list whose first wrong entry is told: an error for each of millions would stop the event loop.
+Entries = Annotated[list[Item], Field(fail_fast=True)]
+
 
 class Limits(BaseModel):
     """What a request may ask for at most."""
@@ -102,17 +106,17 @@ class _Body(BaseModel):
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Entries[str] | None = None
+    stop_token_ids: Entries[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     n: int | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[str, Any] | None = None  # its numbers are checked by SamplingParams
+    bad_words: Entries[str] | None = None
+    allowed_token_ids: Entries[int] | None = None
     prompt_logprobs: int | None = None
     draft_tokens: int | None = None
     skip_special_tokens: bool | None = None
@@ -128,7 +132,7 @@ class _Body(BaseModel):
 class CompletionBody(_Body):
     """A request to continue prompts."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Entries[str] | Entries[int] | Entries[Entries[int]]
     echo: bool = False
     logprobs: int | None = None
 
@@ -136,17 +140,17 @@ class CompletionBody(_Body):
 class ChatBody(_Body):
     """A request to answer a conversation."""
 
-    messages: list[dict[str, JsonValue]] = Field(min_length=1)
+    messages: Entries[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, JsonValue]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = None
+    tools: Entries[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
 
 
@@ -157,13 +161,13 @@ class TokenizeBody(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, JsonValue]] | None = None
-    tools: list[dict[str, JsonValue]] | None = None
+    messages: Entries[dict[str, Any]] | None = None
+    tools: Entries[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, JsonValue] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
@@ -173,7 +177,7 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Entries[int]
 
 
 def note_unknown(body: BaseModel) -> None:
@@ -232,7 +236,7 @@ def sampling_params(
         raise wrong_call(error) from None
 
 
-def _bias(given: Mapping[str, float]) -> dict[int, float]:
+def _bias(given: Mapping[str, Any]) -> dict[int, Any]:
     bias = {}
     for token, value in given.items():
         if not token.isascii() or not token.isdigit() or len(token) > 9:
