@@ -6,6 +6,7 @@ The parser takes text cut anywhere: its events, joined, depend on the whole text
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +19,9 @@ _FUNCTION_END = "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _MAX_HEAD = 4096  # characters of a call in which its function's name has to come
 _XML_HEAD = re.compile(r"\s*<function=([^<>\n]{1,256})>")
-_JSON_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
+# A text that is none in JSON, with a control character or another escape, begins no call.
+_NAME = r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"'
+_JSON_HEAD = re.compile(rf'\s*\{{\s*"name"\s*:\s*({_NAME})\s*,\s*"arguments"\s*:\s*(?=\{{)')
 
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
@@ -182,7 +185,7 @@ class OutputParser:
     def _whole_call(self, text: str, marker: str) -> bool:
         """Take a call as one piece of JSON; what is none is content as it stands."""
         try:
-            call = json.loads(text, parse_constant=_refuse)
+            call = _loads(text)
             name, arguments = call["name"], call.get("arguments", {})
         except (ValueError, TypeError, KeyError, RecursionError):
             name, arguments = None, None
@@ -288,14 +291,22 @@ def _is_text(schema: Any, name: str) -> bool:
     return bool(kind == "string")
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
+def _loads(text: str) -> Any:
+    """Read JSON; numbers that JSON cannot write again are none."""
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def _as_json(value: str) -> str:
     """Write a value that is no text; what is not JSON becomes one."""
     try:
-        return _json(json.loads(value, parse_constant=_refuse))
+        return _json(_loads(value))
     except (ValueError, RecursionError):
         lowered = value.lower()
         return lowered if lowered in ("true", "false") else _json(value)
