@@ -13,6 +13,7 @@ from hybridspec import LLM, SamplingParams
 from hybridspec.engine import resolve, scheduler
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.request import Request
+from hybridspec.runtime import Allocator
 
 PAGE, CHUNK = 8, 24
 SAMPLED: dict[str, Any] = {
@@ -287,6 +288,25 @@ def test_no_continuation_overtakes_the_log_probabilities_of_its_prompt(
     engine.abort(dropped)
     finish(engine)
     assert dropped.continuations[1].token_ids == alone
+
+
+def test_an_admission_that_fails_lets_go_of_its_prefix(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(tiny)
+    [alone] = run(engine, tokens(CHUNK))
+
+    def broken(*arguments: object) -> None:
+        raise MemoryError("no room for another slot")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Allocator, "_take_slot", broken)
+        request = submit(engine, tokens(CHUNK))
+        finish(engine)
+    assert isinstance(request.failure, MemoryError)
+    assert run(engine, tokens(CHUNK)) == [alone]
+    assert engine.counters().prefix_hits == CHUNK - PAGE
+    check_books(engine)
 
 
 @pytest.mark.parametrize(

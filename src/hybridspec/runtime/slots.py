@@ -101,9 +101,13 @@ class Allocator:
         """
         shared = [] if prefix is None else list(prefix.pages)
         self._users.update(shared)  # so that they stay if room has to be made
-        slot = self._take_slot(self.pages_for(num_tokens) - len(shared), num_spare)
+        slot = None
+        try:
+            slot = self._take_slot(self.pages_for(num_tokens) - len(shared), num_spare)
+        finally:
+            if slot is None:
+                self._leave(shared)
         if slot is None:
-            self._leave(shared)
             if self._is_full and not self._pages:
                 raise self.too_large(num_tokens)
             return None
