@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -118,11 +119,31 @@ def test_special_tokens_by_their_text() -> None:
     assert BYTES.special_id("<a b>") is None and BYTES.special_id("absent") is None
 
 
-def test_a_pattern_that_backtracks_for_ever_is_an_error() -> None:
+@pytest.mark.parametrize("behind", ["", " " * 20_000], ids=["short", "long"])
+def test_a_pattern_that_backtracks_for_ever_is_an_error(behind: str) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     with pytest.raises(ValueError, match="^text: expected one that this tokenizer takes .*Onig"):
-        tokenizer.encode("a" * 40 + "!")
+        tokenizer.encode("a" * 40 + "!" + behind)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    """They stood still for a second for each megabyte: the thread that steps, and all streams."""
+    turns, has_ended = [], threading.Event()
+
+    def count() -> None:
+        while not has_ended.wait(0.001):
+            turns.append(1)
+
+    other = threading.Thread(target=count)
+    other.start()
+    before = len(turns)
+    ids = BYTES.encode("<eof>" + "é" * 200_000)
+    num_turns = len(turns) - before
+    has_ended.set()
+    other.join()
+    assert ids == [SPECIAL, *"é".encode() * 200_000]
+    assert num_turns > 5
 
 
 def test_an_interruption_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +214,9 @@ def test_a_files_truncation_and_padding_are_not_applied(tmp_path: Path) -> None:
 
 
 def test_texts_that_cannot_be_encoded() -> None:
-    with pytest.raises(ValueError, match=r"^text: expected .* surrogate"):
-        BYTES.encode("a\udcff")
+    for text in ("a\udcff", "a" * 20_000 + "\udcff"):
+        with pytest.raises(ValueError, match=r"^text: expected .* surrogate"):
+            BYTES.encode(text)
     words = Tokenizer(JsonTokenizer(models.WordLevel({"a": 0}, unk_token="?")))
     with pytest.raises(ValueError, match=r"^text: expected .*UNK"):
         words.encode("b")
