@@ -13,6 +13,7 @@ from hybridspec import LLM, SamplingParams
 from hybridspec.engine import resolve, scheduler
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.request import Request
+from hybridspec.engine.runner import Runner
 from hybridspec.runtime import Allocator
 
 PAGE, CHUNK = 8, 24
@@ -306,6 +307,29 @@ def test_an_admission_that_fails_lets_go_of_its_prefix(
     assert isinstance(request.failure, MemoryError)
     assert run(engine, tokens(CHUNK)) == [alone]
     assert engine.counters().prefix_hits == CHUNK - PAGE
+    check_books(engine)
+
+
+@pytest.mark.parametrize("place", [(Allocator, "_clean"), (Runner, "write")], ids=["page", "row"])
+def test_an_admission_that_fails_half_way_is_made_again(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, place: tuple[type, str]
+) -> None:
+    """The states of its prefix had been copied, and would have been cleared the second time."""
+    engine = engine_of(tiny)
+    prompts = [tokens(2 * CHUNK), [*tokens(CHUNK), 5, 6, 7]]
+    alone = [run(engine, prompt) for prompt in prompts]
+
+    def broken(*arguments: object) -> None:
+        raise MemoryError("no room for what is uploaded")
+
+    requests = [submit(engine, prompt) for prompt in prompts]
+    with monkeypatch.context() as patch:
+        patch.setattr(*place, broken)
+        with pytest.raises(MemoryError):
+            engine.step()
+    assert engine.allocator.num_live == 0
+    finish(engine)
+    assert [[request.token_ids] for request in requests] == alone
     check_books(engine)
 
 

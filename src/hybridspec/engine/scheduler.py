@@ -98,14 +98,22 @@ class Scheduler:
         self.waiting.append(request)
 
     def admit(self) -> None:
-        """Move waiting requests to prefill, in order, as long as they fit; drop what cannot."""
-        self._give_slots()
-        # One whose caller has gone meanwhile has no slot any more.
-        new = [(one, slot) for one in self._unwritten if (slot := one.slot) is not None]
-        if new:
-            self.allocator.prepare([slot for _, slot in new])
-            self.runner.write([one for one, _ in new])
-        self._unwritten.clear()
+        """Move waiting requests to prefill, in order, as long as they fit; drop what cannot.
+
+        Where it fails, those that it moved wait again: their slots may be written by half.
+        """
+        try:
+            self._give_slots()
+            if new := self._unwritten:
+                self.allocator.prepare([slot for one in new if (slot := one.slot) is not None])
+                self.runner.write(new)
+        except BaseException:
+            for request in reversed(self._unwritten):
+                self.remove(request)
+                self.waiting.appendleft(request)
+            raise
+        finally:
+            self._unwritten.clear()
 
     def _give_slots(self) -> None:
         while self.waiting:
