@@ -228,6 +228,27 @@ def test_an_asynchronous_stream(llm: LLM, plain: list[list[int]]) -> None:
     assert not llm._engine.has_work and llm._engine.allocator.num_live == 0
 
 
+def test_a_cancelled_task_that_is_kept_keeps_no_request(llm: LLM) -> None:
+    async def endless() -> None:
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        async for _ in llm.astream(prompt_token_ids=PROMPTS[0], sampling_params=params):
+            pass
+
+    async def cancelled() -> list[asyncio.Task[None]]:
+        tasks = [asyncio.create_task(endless()) for _ in range(3)]
+        while llm.counters().num_admitted < 3:
+            await asyncio.sleep(0.001)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        return tasks
+
+    tasks = asyncio.run(cancelled())  # its end waits for the threads
+    llm.generate(prompt_token_ids=[1], sampling_params=sampled(0))  # takes what was left
+    assert all(task.cancelled() for task in tasks)
+    assert llm.counters().num_running == llm.counters().slots_used == 0
+
+
 def test_continuations_cost_no_square(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs are made when asked for: one for each continuation at the end, none in steps."""
     made = []

@@ -44,6 +44,11 @@ def run_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[StepOu
 
 async def in_threads(steps: Iterator[StepOutput]) -> AsyncIterator[StepOutput]:
     """Yield steps that are waited for in threads, so that the event loop goes on."""
-    # A cancelled task leaves its thread inside `next`; the steps end when nobody holds them.
-    while (step := await asyncio.to_thread(next, steps, None)) is not None:
-        yield step
+    # A cancelled task leaves its thread inside `next`; the steps end when nobody holds them. Its
+    # error, which the task keeps, holds this frame, and with `to_thread` one that has them as well.
+    loop = asyncio.get_running_loop()
+    try:
+        while (step := await loop.run_in_executor(None, next, steps, None)) is not None:
+            yield step
+    finally:
+        del steps
