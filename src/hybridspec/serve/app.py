@@ -26,11 +26,13 @@ from hybridspec.engine import LLM
 from hybridspec.serve.api import Api
 from hybridspec.serve.errors import ApiError, error_response
 from hybridspec.serve.options import ServeOptions
+from hybridspec.serve.stalled import Stalled
 
 __all__ = ["Served", "Server", "assemble", "create_app"]
 
 _log = logging.getLogger("hybridspec.serve")
 _PAGE = Path(__file__).with_name("page.html")
+_STALLED_S = 60  # between two looks for clients that do nothing
 _CLOSING_S = 5.0  # for answers to reach their clients once their requests have ended
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -200,6 +202,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.failure: BaseException | None = None
+        self.stalled = Stalled()
         self._is_loaded = asyncio.Event()
         self._app = app
         self._drain_s = drain_s
@@ -225,6 +228,12 @@ class Server(uvicorn.Server):
             await super().serve(sockets)
         finally:
             self._loop = None
+
+    async def on_tick(self, counter: int) -> bool:
+        """Do what is due; uvicorn calls it ten times a second."""
+        if counter % (10 * _STALLED_S) == 0:
+            self.stalled.look(self.server_state.connections)
+        return await super().on_tick(counter)
 
     def _hang_up(self) -> None:
         """Begin what SIGHUP asks for; one that comes meanwhile is dropped."""
