@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from helpers.tiny_checkpoints import TinyCheckpoint
@@ -67,6 +69,17 @@ def test_first_tokens_that_nothing_is_in_front_of_are_told_at_once(tiny: TinyChe
     assert request.num_generated == 1
     assert [launch.plan is None for launch in engine.runner.launched] == [False]
     finish(engine)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_steps_that_overlap_are_timed_once(tiny: TinyCheckpoint, late: int) -> None:
+    engine = LLM(tiny.folder, draft_tokens=3, device="cpu")._engine
+    engine.run_ahead = late
+    begun = time.perf_counter()
+    requests = submit(engine, [5, 6, 7], [4] * 5)
+    finish(engine)
+    seconds = time.perf_counter() - begun
+    assert all(0 < request.stats.decode_s <= seconds for request in requests)
 
 
 @pytest.mark.parametrize("late", [0, 1])

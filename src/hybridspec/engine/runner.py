@@ -89,6 +89,7 @@ class Runner:
         self.prompts = prompts
         self.launched: deque[Launch] = deque()
         self.turn = 0
+        self._read_at = 0.0  # when an outcome was read last
         self.counters = Counters.create(decoder.requests.most_drafts)
         self._steps: dict[tuple[int, int], Step] = {}
         self._lanes: tuple[list[int], Tensor] = ([], torch.empty(0))
@@ -273,7 +274,9 @@ class Runner:
         ):
             launch = self.launched.popleft()
             seconds = launch.wait()
-            elapsed = time.perf_counter() - launch.started
+            now = time.perf_counter()
+            # Steps overlap where the next one is launched before this one is read.
+            elapsed, self._read_at = now - max(launch.started, self._read_at), now
             first = 0
             packed = launch.outcome.result.packed[: len(launch.requests)]
             committed = 0
