@@ -43,6 +43,8 @@ _SOME_VALUES = {"allowed_token_ids": [3], "truncate_prompt_tokens": 4}
         ("stop", "", ValueError),
         ("stop", ["a", ""], ValueError),
         ("stop", [1], ValueError),
+        ("stop", ["a", "\ud800"], ValueError),
+        ("bad_words", ["\udcff"], ValueError),
         ("stop", 1, TypeError),
         ("stop", b"a", TypeError),
         ("stop_token_ids", 1, TypeError),

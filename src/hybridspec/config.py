@@ -182,7 +182,17 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else listed("stop", stop, "texts")
     if not all(isinstance(text, str) and text for text in strings):
         raise ValueError(f"stop: expected non-empty strings, got {shown(stop)}")
+    _check_utf8("stop", strings)
     return strings
+
+
+def _check_utf8(name: str, texts: Iterable[str]) -> None:
+    """Raise for half a surrogate pair, which bytes of a command line that are not UTF-8 become."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name}: expected what UTF-8 can write, got {shown(text)}") from None
 
 
 def _bias(bias: Any) -> dict[int, float] | None:
@@ -215,6 +225,7 @@ def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
         raise ValueError(
             f"bad_words: expected texts and lists that are not empty, got {shown(words)}"
         )
+    _check_utf8("bad_words", (word for word in checked if isinstance(word, str)))
     return tuple(checked)
 
 
