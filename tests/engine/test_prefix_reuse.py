@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers.books import check_books
 from helpers.small_pools import fix_pools
 from helpers.tiny_checkpoints import TinyCheckpoint
 from hybridspec import LLM, SamplingParams
@@ -62,22 +63,6 @@ def finish(engine: Engine) -> None:
         engine.step()
     assert engine.allocator.num_live == 0
     assert engine.allocator.num_free_pages == engine.pools.num_pages
-
-
-def check_books(engine: Engine) -> None:
-    """Every slot and page belongs to a prefix, or is free, once."""
-    allocator = engine.allocator
-    kept = list(allocator.prefixes._kept.values())
-    slots = allocator._free_slots + [one.slot for one in kept]
-    assert sorted(slots) == list(range(engine.pools.num_slots))
-    held = {page for one in kept for page in one.pages}
-    assert sorted([*allocator._free_pages, *held]) == list(range(engine.pools.num_pages))
-    assert held == set(allocator._keepers) and not allocator._users
-    assert not allocator.prefixes._expected
-    while allocator.give_up():
-        pass
-    assert sorted(allocator._free_slots) == list(range(engine.pools.num_slots))
-    assert sorted(allocator._free_pages) == list(range(engine.pools.num_pages))
 
 
 BORDERS = [border + offset for border in (PAGE, CHUNK, 2 * CHUNK) for offset in (-1, 0, 1)]
