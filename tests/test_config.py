@@ -57,6 +57,7 @@ _SOME_VALUES = {"allowed_token_ids": [3], "truncate_prompt_tokens": 4}
         ("n", True, TypeError),
         ("n", None, TypeError),
         ("repetition_penalty", 0.0, ValueError),
+        ("repetition_penalty", 1e-38, ValueError),  # a logit divided by it is infinite
         ("repetition_penalty", float("inf"), ValueError),
         ("frequency_penalty", 2.1, ValueError),
         ("frequency_penalty", "much", TypeError),

@@ -61,7 +61,7 @@ class SamplingParams:
         n: continuations of the prompt. Continuation i has a seed made from `seed` and i; the first
             one has `seed` itself.
         repetition_penalty: divides the positive and multiplies the negative logits of tokens that
-            prompt or output hold; 1 changes nothing.
+            prompt or output hold, 0.01..100; 1 changes nothing.
         frequency_penalty: subtracted from a token's logit for each time that the output holds it.
         presence_penalty: subtracted once if the output holds the token.
         logit_bias: added to the logits of tokens given by id, -100..100 each.
@@ -122,7 +122,7 @@ class SamplingParams:
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "n": integer("n", self.n, 1, MAX_CONTINUATIONS),
             "repetition_penalty": number(
-                "repetition_penalty", self.repetition_penalty, 0.0, 100.0, above_low=True
+                "repetition_penalty", self.repetition_penalty, 0.01, 100.0
             ),
             "frequency_penalty": number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             "presence_penalty": number("presence_penalty", self.presence_penalty, -2.0, 2.0),
