@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 from helpers.bad_bodies import bad_requests
 from helpers.serving import Running
 from hybridspec import LLM, SamplingParams
+from hybridspec.models import chat
 from hybridspec.serve.fields import Limits
 from hybridspec.serve.options import ServeOptions
 
@@ -128,6 +130,35 @@ def test_many_streams_equal_the_offline_tokens(running: Running) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
         assert list(pool.map(stream, prompts)) == right
+    running.wait_idle()
+
+
+def test_slow_templates_take_no_threads_of_others(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than the server has threads for what takes time."""
+    has_begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(template: str, variables: object) -> str:
+        has_begun.set()
+        assert goes_on.wait(120)
+        return "a"
+
+    monkeypatch.setattr(chat, "run_template", slow)
+    client, asked = running.client(), {"model": "small", "max_tokens": 1}
+    messages = [{"role": "user", "content": "a"}]
+    with concurrent.futures.ThreadPoolExecutor(45) as pool:
+        chats = [
+            pool.submit(client.chat.completions.create, messages=messages, **asked)
+            for _ in range(45)
+        ]
+        assert has_begun.wait(120)
+        time.sleep(0.5)  # the others come
+        try:
+            assert client.with_options(timeout=30).completions.create(prompt="a", **asked).choices
+        finally:
+            goes_on.set()
+        assert all(one.result().choices for one in chats)
     running.wait_idle()
 
 

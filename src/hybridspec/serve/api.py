@@ -63,6 +63,7 @@ class Api:
         self.options = options
         self.metrics = Metrics({"model_name": options.model_name, **options.labels})
         self.is_draining = False
+        self._template_turn = asyncio.Lock()  # one runs at a time; who waits takes no thread
         self._created = int(time.time())
         self._stepper: Stepper | None = None
         self._defaults = SamplingParams()
@@ -306,16 +307,17 @@ class Api:
             message = f"chat_template_kwargs: {taken[0]} is a field of its own"
             raise ApiError(400, message, param="chat_template_kwargs")
         opens = body.add_generation_prompt and not body.continue_final_message
-        prompt = await _engine(
-            lambda: llm.chat_prompt(
-                messages,
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=opens,
-                continue_final_message=body.continue_final_message,
-                chat_template_kwargs=given,
+        async with self._template_turn:
+            prompt = await _engine(
+                lambda: llm.chat_prompt(
+                    messages,
+                    tools=tools,
+                    chat_template=template,
+                    add_generation_prompt=opens,
+                    continue_final_message=body.continue_final_message,
+                    chat_template_kwargs=given,
+                )
             )
-        )
         name = "tool_use" if tools and "tool_use" in known else "default"
         text = known.get(name, "") if template is None else known.get(template, template)
         is_reasoning = opens and prompt.rstrip().endswith("<think>")
