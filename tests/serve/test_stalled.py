@@ -7,10 +7,13 @@ import json
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from helpers.serving import Running
+from hybridspec import LLM
+from hybridspec.serve.options import ServeOptions
 
 HEAD = (
     b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -93,3 +96,17 @@ def test_who_waits_or_reads_is_not(quiet: Running) -> None:
     assert streamed.read().endswith(b"data: [DONE]\n\n")
     waits.close()
     reads.close()
+
+
+def test_half_a_request_does_not_hold_up_the_end(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """uvicorn waited longer than for answers, and showed a traceback."""
+    options = ServeOptions(model_name="small", drain_s=0.5)
+    server = Running(lambda: LLM(folder, device="cpu"), options)
+    with socket.create_connection(server.server.address) as client:
+        client.sendall(SILENT["a part of a body"])
+        wait_open(server, 1)
+        time.sleep(0.1)
+        server.end()
+    assert "Cancel" not in capfd.readouterr().err

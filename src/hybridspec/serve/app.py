@@ -232,7 +232,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Do what is due; uvicorn calls it ten times a second."""
         if counter % (10 * _STALLED_S) == 0:
-            self.stalled.look(self.server_state.connections)
+            self._look()
         return await super().on_tick(counter)
 
     def _hang_up(self) -> None:
@@ -277,7 +277,12 @@ class Server(uvicorn.Server):
             return
         served: Served = self._app.state.served
         served.is_draining = True
+        self._look()
+        self._loop.call_later(self._drain_s, self._look)  # half a request would never end
         self._loop.call_later(self._drain_s, served.end_requests)
+
+    def _look(self) -> None:
+        self.stalled.look(self.server_state.connections)
 
     def _on_loaded(self, task: asyncio.Future[Any]) -> None:
         if threading.current_thread() is threading.main_thread():
