@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
 from collections.abc import Sequence
@@ -157,15 +158,20 @@ class AnyLength:
         rng, drafts = self.rng, []
         for history, count in zip(histories, num_drafts, strict=True):
             tokens = [rng.choice(history) for _ in range(rng.choice([0, 1, count, count + 3]))]
-            sure = [rng.choice([0.0, 1.0, float("nan")]) for _ in range(rng.randrange(count + 3))]
+            numbers = [0.0, 1.0, 2.0, -1.0, math.nan, math.inf, -math.inf]
+            sure = [rng.choice(numbers) for _ in range(rng.randrange(count + 3))]
             drafts.append(Draft(tokens, sure))
         return drafts
 
 
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("verify_rows", [None, 4, 8])
-def test_proposals_of_any_length(tiny: TinyCheckpoint, verify_rows: int | None, late: int) -> None:
-    """Fewer or more tokens than asked for, fewer or more confidences than tokens."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"verify_rows": 4}, {"verify_rows": 8}, {"speculation": "dynamic"}],
+    ids=["all rows", "4 rows", "8 rows", "dynamic"],
+)
+def test_proposals_of_any_length(tiny: TinyCheckpoint, options: dict[str, Any], late: int) -> None:
+    """Fewer or more tokens than asked for, any confidences, fewer or more than tokens."""
     plain = LLM(tiny.folder, draft_tokens=0, device="cpu")
     params = [
         sampled(temperature=0, max_tokens=20),
@@ -173,7 +179,7 @@ def test_proposals_of_any_length(tiny: TinyCheckpoint, verify_rows: int | None, 
         sampled(top_k=5, max_tokens=20),
     ]
     results = plain.generate(prompt_token_ids=PROMPTS, sampling_params=params)
-    config = EngineConfig(draft_tokens=4, device="cpu", verify_rows=verify_rows)
+    config = EngineConfig(draft_tokens=4, device="cpu", **options)
     engine = Engine(tiny.folder, config, drafter=AnyLength(random.Random(1)))
     engine.run_ahead = late
     requests = [submitted(engine, p, one) for p, one in zip(PROMPTS, params, strict=True)]

@@ -140,5 +140,5 @@ class AcceptanceModel:
 
 def _bins(confidences: Tensor) -> Tensor:
     """Bin of each confidence, int64; NaN is in the first one."""
-    safe = torch.where(confidences > 0, confidences, 0.0)
+    safe = torch.where(confidences > 0, confidences, 0.0).clamp(max=1.0)
     return (safe * NUM_BINS).long().clamp(max=NUM_BINS - 1)
