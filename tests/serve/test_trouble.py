@@ -162,6 +162,25 @@ def test_slow_templates_take_no_threads_of_others(
     running.wait_idle()
 
 
+def test_texts_of_tokens_are_made_beside_the_event_loop(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt may have millions of them."""
+    tokenizer, threads = running.llm.tokenizer, []
+    decode = tokenizer.decode
+
+    def spy(*arguments: Any, **options: Any) -> str:
+        threads.append(threading.current_thread())
+        return decode(*arguments, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", spy)
+    body = json.dumps({"prompt": "import os", "return_token_strs": True}).encode()
+    headers = {"Content-Type": "application/json"}
+    status, answer, _ = ask(running, "POST", "/tokenize", body, headers)
+    assert status == 200 and "".join(json.loads(answer)["token_strs"]).endswith("import os")
+    assert threads and running.thread not in threads
+
+
 def test_a_failed_step_ends_its_requests_and_no_others(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,17 +191,17 @@ class Api:
             has_specials = bool(has_specials)
         assert text is not None
         self._check_length(text)
-        tokens = await _engine(
-            lambda: tokenizer.encode(text, add_special_tokens=has_specials is not False)
-        )
-        answer = {
-            "count": len(tokens),
-            "max_model_len": self.stepper.llm.config.max_model_len,
-            "tokens": tokens,
-        }
-        if body.return_token_strs:
-            decode = tokenizer.decode
-            answer["token_strs"] = [decode([t], skip_special_tokens=False) for t in tokens]
+
+        def work() -> dict[str, Any]:
+            tokens = tokenizer.encode(text, add_special_tokens=has_specials is not False)
+            answer: dict[str, Any] = {"count": len(tokens), "tokens": tokens}
+            if body.return_token_strs:
+                decode = tokenizer.decode
+                answer["token_strs"] = [decode([t], skip_special_tokens=False) for t in tokens]
+            return answer
+
+        answer = await _engine(work)
+        answer["max_model_len"] = self.stepper.llm.config.max_model_len
         return Json(answer)
 
     async def detokenize(self, http: HttpRequest) -> Response:
