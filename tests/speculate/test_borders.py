@@ -190,6 +190,19 @@ def test_proposals_of_any_length(tiny: TinyCheckpoint, options: dict[str, Any], 
     assert {0, 1} <= drafted <= {0, 1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_draft_outside_the_vocabulary(tiny: TinyCheckpoint, token: int) -> None:
+    class Stranger:
+        def propose(self, slots: Sequence[int], *_: Any, has_confidences: bool) -> list[Draft]:
+            return [Draft([3, token], []) for _ in slots]
+
+    config = EngineConfig(draft_tokens=4, device="cpu")
+    engine = Engine(tiny.folder, config, drafter=Stranger())
+    submitted(engine, PROMPTS[0], sampled())
+    with pytest.raises(ValueError, match=rf"^drafter: expected tokens in 0\.\.96, got .*{token}"):
+        engine.step()
+
+
 def test_each_continuation_drafts_behind_its_own_first_token(tiny: TinyCheckpoint) -> None:
     """The draft head's row of the prompt's last token holds the token that follows it."""
     config = {"draft_tokens": 3, "device": "cpu"}

@@ -226,8 +226,12 @@ class DraftsFromLists:
     def propose(
         self, decoder: Decoder, last_hidden: Tensor, slots: Tensor, asks: Asks, num_drafts: int
     ) -> None:
-        """Read the requests' tokens, ask, and store the drafts; arguments as in `Drafter`."""
-        requests = decoder.requests
+        """Read the requests' tokens, ask, and store the drafts; arguments as in `Drafter`.
+
+        Raises:
+            ValueError: if a draft is not in the vocabulary.
+        """
+        requests, vocab = decoder.requests, decoder.model.config.vocab_size
         wanted = wanted_drafts(decoder, slots, num_drafts).tolist()
         numbers = slots.tolist()
         asking = [b for b, count in enumerate(wanted) if count > 0]
@@ -239,8 +243,11 @@ class DraftsFromLists:
             has_confidences=asks.has_confidences,
         )
         for b, draft in zip(asking, drafts, strict=True):
-            slot, count = numbers[b], min(len(draft.tokens), wanted[b])
-            tokens = torch.tensor(draft.tokens[:count], dtype=torch.int64)
+            slot, given_tokens = numbers[b], draft.tokens[: wanted[b]]
+            count = len(given_tokens)
+            if not all(0 <= token < vocab for token in given_tokens):  # rows of a table
+                raise ValueError(f"drafter: expected tokens in 0..{vocab - 1}, got {given_tokens}")
+            tokens = torch.tensor(given_tokens, dtype=torch.int64)
             requests.next_tokens[slot, 1 : 1 + count] = tokens.to(slots.device)
             if draft.confidences:
                 # What is missing counts as 0: those drafts come last.
