@@ -7,7 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from hybridspec.values import flag, integer, listed, number, optional_integer, optional_text, shown
+from hybridspec.values import (
+    check_utf8,
+    flag,
+    integer,
+    listed,
+    number,
+    optional_integer,
+    optional_rates,
+    optional_text,
+    shown,
+)
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -182,17 +192,8 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else listed("stop", stop, "texts")
     if not all(isinstance(text, str) and text for text in strings):
         raise ValueError(f"stop: expected non-empty strings, got {shown(stop)}")
-    _check_utf8("stop", strings)
+    check_utf8("stop", strings)
     return strings
-
-
-def _check_utf8(name: str, texts: Iterable[str]) -> None:
-    """Raise for half a surrogate pair, which bytes of a command line that are not UTF-8 become."""
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{name}: expected what UTF-8 can write, got {shown(text)}") from None
 
 
 def _bias(bias: Any) -> dict[int, float] | None:
@@ -225,7 +226,7 @@ def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
         raise ValueError(
             f"bad_words: expected texts and lists that are not empty, got {shown(words)}"
         )
-    _check_utf8("bad_words", (word for word in checked if isinstance(word, str)))
+    check_utf8("bad_words", (word for word in checked if isinstance(word, str)))
     return tuple(checked)
 
 
@@ -235,16 +236,6 @@ def _words_to_draft(given: Any) -> str | tuple[int, ...] | None:
         return given
     ids = listed("draft_vocab", given, "token ids")
     return tuple(integer("draft_vocab", token, 0, 2**31 - 1) for token in ids)
-
-
-def _rates(given: Any) -> tuple[float, ...] | None:
-    """Return probabilities of acceptance, checked."""
-    if given is None:
-        return None
-    rates = listed("acceptance", given, "numbers")
-    if not rates:
-        raise ValueError("acceptance: expected at least one number, got none")
-    return tuple(number("acceptance", rate, 0.0, 1.0) for rate in rates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +326,7 @@ class EngineConfig:
         checked: dict[str, Any] = {
             "draft_tokens": integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS),
             "verify_rows": optional_integer("verify_rows", self.verify_rows, 1),
-            "acceptance": _rates(self.acceptance),
+            "acceptance": optional_rates("acceptance", self.acceptance),
             "draft_vocab": _words_to_draft(self.draft_vocab),
             "acceptance_spread": number("acceptance_spread", self.acceptance_spread, 0.0, 1.0),
             "max_model_len": optional_integer("max_model_len", self.max_model_len, 2),

@@ -9,11 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
+    "check_utf8",
     "flag",
     "integer",
     "listed",
     "number",
     "optional_integer",
+    "optional_rates",
     "optional_text",
     "shown",
 ]
@@ -90,3 +92,22 @@ def listed(name: str, value: Any, what: str) -> tuple[Any, ...]:
     if not has_items or getattr(value, "ndim", 1) == 0:  # arrays of no dimension have no items
         raise TypeError(f"{name}: expected a list of {what}, got {shown(value)}")
     return tuple(value)
+
+
+def check_utf8(name: str, texts: Iterable[str]) -> None:
+    """Raise for half a surrogate pair, which bytes of a command line that are not UTF-8 become."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name}: expected what UTF-8 can write, got {shown(text)}") from None
+
+
+def optional_rates(name: str, value: Any) -> tuple[float, ...] | None:
+    """Return a list of probabilities, which is not empty, or None."""
+    if value is None:
+        return None
+    rates = listed(name, value, "numbers")
+    if not rates:
+        raise ValueError(f"{name}: expected at least one number, got none")
+    return tuple(number(name, rate, 0.0, 1.0) for rate in rates)
