@@ -64,8 +64,7 @@ class SamplingParams:
         max_tokens: most tokens to generate; None goes on to the end of the context.
         min_tokens: tokens before which EOS and stop_token_ids cannot be chosen nor `stop` match.
         stop: strings that end the request; the text is cut before them.
-        include_stop_str_in_output: whether the text keeps the stop string or stop token that ended
-            it.
+        include_stop_str_in_output: whether the text keeps the stop string or token that ended it.
         stop_token_ids: tokens that end the request, besides the model's EOS.
         ignore_eos: go on after the model's EOS.
         n: continuations of the prompt. Continuation i has a seed made from `seed` and i; the first
@@ -86,11 +85,9 @@ class SamplingParams:
         draft_tokens: drafts per step, at most the engine's; None takes the engine's.
         detokenize: whether to make text of the tokens.
         skip_special_tokens: whether the text leaves special tokens out.
-        spaces_between_special_tokens: whether tokenizers that put spaces between words put them
-            between special tokens too.
+        spaces_between_special_tokens: whether tokenizers that space words space these, too.
         truncate_prompt_tokens: keep only so many tokens of the prompt, the last ones; -1 keeps what
             fits the context with max_tokens new ones behind it.
-
     """
 
     temperature: float = 1.0
