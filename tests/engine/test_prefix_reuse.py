@@ -330,3 +330,8 @@ def test_it_is_off(tiny: TinyCheckpoint, options: dict[str, Any]) -> None:
     counters = engine.counters()
     assert not engine.config.enable_prefix_caching
     assert counters.prefix_queries == counters.num_states == counters.states_used == 0
+
+
+def test_pages_of_whole_requests_cannot_be_shared(tiny: TinyCheckpoint) -> None:
+    with pytest.raises(ValueError, match="enable_prefix_caching: True does not go with kv_layout"):
+        engine_of(tiny, kv_layout="contiguous", enable_prefix_caching=True)

@@ -86,6 +86,8 @@ def test_padding_is_wiped(on_cpu: None) -> None:
 
 
 def test_what_reads_on_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="capture_prompts: no step of this engine"):
+        LLM("bundled", capture_prompts=True)
     capture_on_cpu(monkeypatch, lambda: 1e-3)
     with pytest.raises(UnsupportedError, match="capture_prompts: gated_delta_rule of prompts"):
         LLM("bundled", capture_prompts=True, enforce_eager=False)

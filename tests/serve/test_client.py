@@ -123,9 +123,11 @@ def test_log_probabilities_and_echo(client: openai.OpenAI, offline: LLM) -> None
     ):
         assert value == pytest.approx(report[token].logprob, abs=1e-4)
     assert all(len(top) >= 2 for top in found.top_logprobs)
-    scored = client.completions.create(
+    answer = client.completions.create(
         model="small", prompt=PROMPT, max_tokens=0, echo=True, logprobs=0
-    ).choices[0]
+    )
+    assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (0, len(PROMPT) + 1)
+    scored = answer.choices[0]
     assert scored.text == PROMPT
     assert scored.logprobs.token_logprobs[0] is None
     assert len(scored.logprobs.token_logprobs) == len(PROMPT) + 1

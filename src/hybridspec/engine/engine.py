@@ -29,7 +29,7 @@ from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
 from hybridspec.engine.sizing import capture_steps, first_calibration, make_policy, step_sizes
 from hybridspec.engine.text import Text
-from hybridspec.errors import CapacityError, CheckpointError
+from hybridspec.errors import CapacityError, CheckpointError, UnsupportedError
 from hybridspec.models import HybridModel, OnProgress, load_model, load_tokenizer
 from hybridspec.models.generation import end_token_ids
 from hybridspec.models.layers import ATTENTION
@@ -125,7 +125,10 @@ class Engine:
         # Plain PyTorch reads the batch on the host.
         backends = self.resolved.backends
         reads = any(backends.get(op, ("",))[0] == "reference" for op in CAPTURED_OPS)
-        return is_device and drafter is None and not reads and not self.config.enforce_eager
+        can = is_device and drafter is None and not reads and not self.config.enforce_eager
+        if self.config.capture_prompts and not can:
+            raise UnsupportedError("capture_prompts: no step of this engine is captured")
+        return can
 
     def _decoder(self, drafter: ListDrafter | None) -> Decoder:
         """Put together what steps work on."""

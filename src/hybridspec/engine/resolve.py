@@ -239,6 +239,8 @@ def _reuses_prefixes(config: EngineConfig, device: torch.device) -> bool:
     there it has to be asked for.
     """
     is_on = config.enable_prefix_caching
+    if is_on and config.kv_layout == "contiguous":
+        raise ValueError("enable_prefix_caching: True does not go with kv_layout 'contiguous'")
     if is_on is None:
         is_on = config.exact == "tokens" or device.type == "cpu"
     return config.kv_layout == "paged" and is_on

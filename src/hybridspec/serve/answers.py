@@ -66,9 +66,12 @@ class _Guard:
         self.has_usage = options is not None and options.include_usage
         self.is_continuous = options is not None and options.continuous_usage_stats
         self.has_speculation = body.return_speculation
+        self.has_tokens = body.max_tokens != 0
 
     def usage(self) -> dict[str, Any]:
-        return usage_of(self.stream.requests, has_speculation=self.has_speculation)
+        return usage_of(
+            self.stream.requests, has_speculation=self.has_speculation, has_tokens=self.has_tokens
+        )
 
     def chunk(self, choice: dict[str, Any]) -> bytes:
         more = {"usage": self.usage()} if self.is_continuous else {}
@@ -132,7 +135,11 @@ async def answer_completion(
             if body.return_token_ids:
                 choice |= {"token_ids": token_ids, "prompt_token_ids": result.prompt_token_ids}
             choices.append(choice)
-    usage = usage_of(stream.requests, has_speculation=body.return_speculation)
+    usage = usage_of(
+        stream.requests,
+        has_speculation=body.return_speculation,
+        has_tokens=body.max_tokens != 0,
+    )
     return head.body(choices, usage=usage)
 
 

@@ -60,11 +60,16 @@ def check_error(output: CompletionOutput | None) -> None:
         raise ApiError(500, output.error, code="model_error")
 
 
-def usage_of(requests: Sequence[Request], *, has_speculation: bool) -> dict[str, Any]:
-    """Count the tokens of an answer, and what was drafted for it if the client asks."""
+def usage_of(
+    requests: Sequence[Request], *, has_speculation: bool, has_tokens: bool = True
+) -> dict[str, Any]:
+    """Count the tokens of an answer, and what was drafted for it if the client asks.
+
+    Without `has_tokens` the client asked for none, and the one that was chosen is left out.
+    """
     every = [one for request in requests for one in request.continuations]
     num_prompt = sum(len(request.prompt_token_ids) for request in requests)
-    num_new = sum(one.num_generated for one in every)
+    num_new = sum(one.num_generated for one in every) if has_tokens else 0
     usage: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,
