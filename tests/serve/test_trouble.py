@@ -294,6 +294,21 @@ def test_the_end_tells_those_who_are_not_done(guarded: Running) -> None:
     assert not guarded.llm._engine.has_work and not guarded.llm._engine.allocator.num_live
 
 
+def test_a_second_signal_ends_at_once(folder: Path) -> None:
+    """Who runs is told, as at the end of the time that there would have been."""
+    options = ServeOptions(model_name="small", drain_s=300)
+    server = Running(lambda: LLM(folder, device="cpu"), options)
+    stream = server.client().completions.create(prompt="import", stream=True, **LONG)
+    next(stream)
+    for _ in range(2):
+        server.server.end()
+    with pytest.raises(openai.APIError, match="the server is going down"):
+        list(stream)
+    server.thread.join(timeout=60)
+    assert not server.thread.is_alive() and not server.server.force_exit
+    assert not server.llm._engine.has_work and not server.llm._engine.allocator.num_live
+
+
 def test_sigterm_lets_what_runs_finish(folder: Path, tmp_path: Path) -> None:
     """In a process of its own; the exit status is 0 and nothing but the address is printed."""
     command = [sys.executable, "-m", "hybridspec", "serve", "--port", "0", "--device", "cpu"]

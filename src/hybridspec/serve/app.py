@@ -34,6 +34,7 @@ _log = logging.getLogger("hybridspec.serve")
 _PAGE = Path(__file__).with_name("page.html")
 _STALLED_S = 60  # between two looks for clients that do nothing
 _CLOSING_S = 5.0  # for answers to reach their clients once their requests have ended
+_AT_ONCE_S = 2.0  # the same after a second signal
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
@@ -170,7 +171,7 @@ class Server(uvicorn.Server):
     """Serves an application until SIGTERM or Ctrl-C, then lets what runs finish.
 
     Running requests have `drain_s` seconds; then they are ended with an error that their clients
-    see. A second signal ends everything at once.
+    see. A second signal ends them so at once, and a third one, or two seconds, whatever is left.
 
     Args:
         app: what `assemble` made.
@@ -208,6 +209,7 @@ class Server(uvicorn.Server):
         self._drain_s = drain_s
         self._on_hangup = on_hangup
         self._hangups: set[asyncio.Future[None]] = set()
+        self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         app.state.on_loaded = self._on_loaded
 
@@ -250,11 +252,13 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; called by signals."""
-        if self.should_exit:
-            sig = signal.SIGINT  # which uvicorn takes as: at once
+        self._num_signals += 1
+        if self._num_signals > 1:  # uvicorn takes a second SIGINT as: without looking back
+            sig = signal.SIGTERM if self._num_signals == 2 else signal.SIGINT
         super().handle_exit(sig, frame)
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._drain)
+            drain_s = self._drain_s if self._num_signals == 1 else 0.0
+            self._loop.call_soon_threadsafe(self._drain, drain_s)
 
     async def loaded(self) -> None:
         """Wait until the application has loaded and is listened for.
@@ -272,14 +276,19 @@ class Server(uvicorn.Server):
         """Begin to end, from any thread."""
         self.handle_exit(signal.SIGTERM, None)
 
-    def _drain(self) -> None:
+    def _drain(self, drain_s: float) -> None:
         if self._loop is None:
             return
         served: Served = self._app.state.served
         served.is_draining = True
         self._look()
-        self._loop.call_later(self._drain_s, self._look)  # half a request would never end
-        self._loop.call_later(self._drain_s, served.end_requests)
+        self._loop.call_later(drain_s, self._look)  # half a request would never end
+        self._loop.call_later(drain_s, served.end_requests)
+        if self._num_signals > 1:
+            self._loop.call_later(_AT_ONCE_S, self._leave)
+
+    def _leave(self) -> None:
+        self.force_exit = True
 
     def _look(self) -> None:
         self.stalled.look(self.server_state.connections)
