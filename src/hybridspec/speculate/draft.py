@@ -129,7 +129,7 @@ class MtpDrafter:
                 step = None
             live = slots if counts is not None else torch.where(wanted > j, slots, -1)
             if j > 0:
-                step = _at_cursor(step or _single_rows(slots), live, cursor)
+                step = _at_cursor(step or Step.single_rows(slots), live, cursor)
                 hidden = self.head.forward(tokens, hidden, step, memory)
                 cursor += 1
             logits = self.logits(hidden)
@@ -152,24 +152,6 @@ def _store_forced(
     sure = forced.confidences(first, newest + torch.arange(1, num_drafts + 1, device=slots.device))
     stored = requests.confidences.narrow(1, 0, num_drafts)
     stored.index_copy_(0, requests.rows_of(slots).long(), sure)
-
-
-def _single_rows(slots: Tensor) -> Step:
-    """Lay out one row per request; where it stands is `_at_cursor`'s part."""
-    rows = torch.arange(slots.shape[0] + 1, dtype=torch.int32, device=slots.device)
-    return Step(
-        cu_seqlens=rows,
-        num_verify_tokens=torch.ones_like(slots),
-        kv_len=rows,
-        slots=slots,
-        is_fold=torch.zeros_like(slots, dtype=torch.int8),
-        token_ids=rows,  # the head is given its tokens apart
-        positions=rows,
-        sources=rows,
-        workspace=rows,
-        max_seqlen=1,
-        is_prefill=False,
-    )
 
 
 def _at_cursor(step: Step, slots: Tensor, cursor: Tensor) -> Step:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from hybridspec.ops.ring import advance, commit
@@ -123,7 +122,7 @@ def prefill_step(
         newest = pools.seq_len.clone()
         newest[slots] = step.kv_len[complete] - 1
         chosen, outcome = choose_and_accept(
-            decoder, hidden[last], _one_row_each(slots), asks, seq_len=newest
+            decoder, hidden[last], Step.single_rows(slots), asks, seq_len=newest
         )
         next_tokens[last] = chosen.clamp(min=0)
     head_hidden = drafter.absorb(next_tokens, hidden, step)
@@ -131,17 +130,3 @@ def prefill_step(
     if complete.shape[0]:
         drafter.propose(decoder, head_hidden[last], slots, asks, num_drafts)
     return hidden, outcome
-
-
-def _one_row_each(slots: Tensor) -> Step:
-    """Lay out one row per request, as far as `choose_and_accept` looks at it."""
-    count = slots.shape[0]
-    step = Step.create(max_requests=count, max_rows=count, max_drafts=0, device=slots.device)
-    rows = torch.arange(count + 1, dtype=torch.int32, device=slots.device)
-    return replace(
-        step,
-        cu_seqlens=rows,
-        sources=rows[:count],
-        slots=slots,
-        num_verify_tokens=torch.ones_like(slots),
-    )

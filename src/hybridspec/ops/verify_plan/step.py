@@ -134,6 +134,29 @@ class Step:
         )
 
     @classmethod
+    def single_rows(cls, slots: Tensor) -> Step:
+        """Lay out one row per request; what it is fed, and where it stands, is not filled in.
+
+        Args:
+            slots: slot of each request, -1 = padding, [B] int32.
+        """
+        bounds = torch.arange(slots.shape[0] + 1, dtype=torch.int32, device=slots.device)
+        rows = bounds[:-1]
+        return cls(
+            cu_seqlens=bounds,
+            num_verify_tokens=torch.ones_like(slots),
+            kv_len=rows,
+            slots=slots,
+            is_fold=torch.zeros_like(slots, dtype=torch.int8),
+            token_ids=rows,
+            positions=rows,
+            sources=rows,
+            workspace=rows,
+            max_seqlen=1,
+            is_prefill=False,
+        )
+
+    @classmethod
     def of_rows(
         cls,
         slots: Sequence[int],
