@@ -62,6 +62,11 @@ class Backend(NamedTuple):
     run: Run
     prepare: Callable[..., Run] | None = None
 
+    @classmethod
+    def preparing(cls, explain: Supports, prepare: Callable[..., Run]) -> Backend:
+        """Return a backend that runs a call by what it prepares for it."""
+        return cls(explain, lambda *call: prepare(*call)(*call), prepare)
+
     def prepared(self, *arguments: Any) -> Run:
         """Return what serves this call and all of its kind."""
         return self.run if self.prepare is None else self.prepare(*arguments)

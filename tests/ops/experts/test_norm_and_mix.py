@@ -98,7 +98,8 @@ def launched(call: Call) -> Tensor:
     c, x = call.case, call.x.clone()
     assert launch_row.explain_tensors(x, call.weight, call.router, call.matrices, c.per_row) is None
     arguments = (x, call.weight, call.router, call.matrices, call.meeting)
-    launch_row.mix(*arguments, EPS, c.per_row, c.is_normalized)
+    given = (*arguments, EPS, c.per_row, c.is_normalized)
+    launch_row.prepare(*given)(*given)
     return x
 
 

@@ -210,7 +210,7 @@ _op = register(
 _whole = register(
     "experts.norm_and_mix",
     {
-        "cuda": Backend(launch_row.explain, launch_row.mix, launch_row.prepare),
+        "cuda": Backend.preparing(launch_row.explain, launch_row.prepare),
         "composed": Backend(always, _compose),
         "reference": Backend(always, cpu.norm_and_mix),
     },

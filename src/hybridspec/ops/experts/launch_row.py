@@ -14,7 +14,7 @@ from hybridspec.ops._nvrtc import explain_compiler, load_kernel
 from hybridspec.ops._triton_support import capability
 from hybridspec.ops.experts.call import Matrices
 
-__all__ = ["THREADS", "Params", "defines_of", "explain", "mix", "prepare", "shared_bytes_of"]
+__all__ = ["THREADS", "Params", "defines_of", "explain", "prepare", "shared_bytes_of"]
 
 SOURCE = "experts/mix_row.cu"
 THREADS = 512
@@ -87,15 +87,6 @@ def defines_of(
 def shared_bytes_of(size: int, inner: int, shared: int, per_row: int) -> int:
     """Bytes of a block: the row, hidden values, experts and weights, a sum of each warp."""
     return 2 * (size + per_row * inner + shared) + 4 * (2 * per_row + 1 + THREADS // 32)
-
-
-def mix(
-    x: Tensor, norm_weight: Tensor, router: Tensor, matrices: Matrices, meeting: Tensor,
-    eps: float, per_row: int, is_normalized: bool,
-) -> None:  # fmt: skip
-    """Launch the kernel; arguments as `cpu.norm_and_mix`."""
-    call = (x, norm_weight, router, matrices, meeting, eps, per_row, is_normalized)
-    prepare(*call)(*call)
 
 
 def prepare(

@@ -35,12 +35,12 @@ __all__ = [
 ]
 
 VERIFY_BACKENDS = {
-    "cuda": Backend(launch_cuda.explain_verify, launch_cuda.verify, launch_cuda.prepare),
+    "cuda": Backend.preparing(launch_cuda.explain_verify, launch_cuda.prepare),
     "triton": Backend(launch.explain_verify, launch.verify),
     "reference": Backend(always, cpu.verify),
     # Never chosen by "auto", which has found one before.
     "ordered": Backend(launch_ordered.explain_verify, launch_ordered.verify),
-    "ordered_cuda": Backend(ordered_cuda.explain, ordered_cuda.verify, ordered_cuda.prepare),
+    "ordered_cuda": Backend.preparing(ordered_cuda.explain, ordered_cuda.prepare),
 }
 
 

@@ -39,7 +39,6 @@ __all__ = [
     "pointed_of",
     "prepare",
     "readable",
-    "verify",
 ]
 
 SOURCE = "gated_delta_rule/verify.cu"
@@ -238,11 +237,6 @@ def _warp_bytes(state: Tensor, config: CudaConfig) -> int:
 def readable(parameter: Tensor) -> Tensor:
     """Return A_log or dt_bias as the kernel reads it: as it is, if it has at most 32 bits."""
     return parameter if parameter.dtype in TYPES else parameter.float()
-
-
-def verify(rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch) -> None:
-    """Launch the kernel."""
-    prepare(rows, gates, state, ring, batch)(rows, gates, state, ring, batch)
 
 
 def prepare(

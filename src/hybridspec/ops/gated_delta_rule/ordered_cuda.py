@@ -25,7 +25,7 @@ from hybridspec.ops.gated_delta_rule.launch_cuda import (
 from hybridspec.ops.gated_delta_rule.launch_ordered import explain_batch
 from hybridspec.ops.ring.view import RingView
 
-__all__ = ["explain", "explain_call", "prepare", "verify"]
+__all__ = ["explain", "explain_call", "prepare"]
 
 SOURCE = "gated_delta_rule/verify_ordered.cu"
 _FEWEST_TOKENS, _MOST_TOKENS = 4, 8  # of a request, that it is built for
@@ -48,11 +48,6 @@ def explain_call(
         return "states have 8 bits"
     call = _with_a_row(rows), gates, state, ring, batch
     return explain_tensors(*call, _WINDOWS[-1]) or explain_batch(ring, batch)
-
-
-def verify(rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch) -> None:
-    """Launch the kernel."""
-    prepare(rows, gates, state, ring, batch)(rows, gates, state, ring, batch)
 
 
 def prepare(

@@ -119,7 +119,7 @@ def explain_verify_raw(
 
 
 RAW_BACKENDS = {
-    "cuda": Backend(raw_cuda.explain, raw_cuda.verify, raw_cuda.prepare),
+    "cuda": Backend.preparing(raw_cuda.explain, raw_cuda.prepare),
     "triton": Backend(raw_launch.explain, raw_launch.verify),
     "reference": Backend(always, raw_cpu.verify),
 }

@@ -22,7 +22,7 @@ from hybridspec.ops.gated_delta_rule.launch_cuda import (
 )
 from hybridspec.ops.ring.view import RawRingView
 
-__all__ = ["Params", "explain", "explain_call", "prepare", "verify"]
+__all__ = ["Params", "explain", "explain_call", "prepare"]
 
 SOURCE = "gated_delta_rule/verify_raw.cu"
 _MAX_TOKENS = 8
@@ -69,11 +69,6 @@ def explain_call(
             f"{_MAX_TOKENS}, and {_MAX_ROWS} together"
         )
     return None
-
-
-def verify(rows: Rows, gates: Gates, state: State, ring: RawRingView, batch: FoldingBatch) -> None:
-    """Launch the kernel."""
-    prepare(rows, gates, state, ring, batch)(rows, gates, state, ring, batch)
 
 
 def prepare(

@@ -140,14 +140,11 @@ def _backend(name: str) -> Backend:
     def explain(*call: Any) -> str | None:
         return VERIFY_BACKENDS[name].explain(*_as_packed(*call))
 
-    def run(rows: Rows, gates: Gates, state: State, ring: RingView, batch: FoldingBatch) -> None:
-        prepare(rows, gates, state, ring, batch)(rows, gates, state, ring, batch)
-
     def prepare(*call: Any) -> Callable[..., None]:
         prepared = VERIFY_BACKENDS[name].prepared(*_as_packed(*call))
         return lambda *call: prepared(*_as_packed(*call))
 
-    return Backend(explain, run, prepare)
+    return Backend.preparing(explain, prepare)
 
 
 def _run_on_cpu(
