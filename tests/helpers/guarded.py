@@ -8,7 +8,9 @@ import mmap
 import torch
 from torch import Tensor
 
-__all__ = ["at_the_end_of_memory"]
+from helpers.gdn_cases import VerifyCall
+
+__all__ = ["at_the_end_of_memory", "move_to_the_end_of_memory"]
 
 
 def at_the_end_of_memory(tensor: Tensor) -> Tensor:
@@ -24,3 +26,15 @@ def at_the_end_of_memory(tensor: Tensor) -> Tensor:
     offset = size - tensor.nbytes
     copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
     return copy.view(tensor.shape).copy_(tensor)
+
+
+def move_to_the_end_of_memory(call: VerifyCall) -> None:
+    """Let all tensors of a call end where nothing may be read any more."""
+    usual, ring = call.inputs, call.pools.ring
+    call.inputs = lambda: [at_the_end_of_memory(part) for part in usual()]
+    for name in ("slot_tensor", "cu_seqlens", "is_fold"):
+        setattr(call, name, at_the_end_of_memory(getattr(call, name)))
+    call.pools.state = at_the_end_of_memory(call.pools.state)
+    names = ("k", "u", "cum_log_decay", "ring_start", "history_len")
+    guarded = {name: at_the_end_of_memory(getattr(ring, name)) for name in names}
+    call.pools.ring = ring._replace(**guarded)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from torch import Tensor
 
 from helpers import cuda_on_cpu
+from helpers.expert_cases import Case
 from helpers.norm_cases import surrounded
 from helpers.tolerances import KERNEL_FACTOR, assert_close
 from hybridspec.errors import UnsupportedError
@@ -16,18 +15,6 @@ from hybridspec.ops.experts import Matrices, launch_row, naive, norm_and_mix
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 EPS = 1e-3
-
-
-class Case(NamedTuple):
-    """Sizes of a call."""
-
-    rows: int
-    experts: int
-    per_row: int
-    size: int
-    inner: int
-    shared_inner: int
-    is_normalized: bool = True
 
 
 SMALL = Case(5, 7, 3, 40, 24, 56, is_normalized=False)

@@ -14,7 +14,7 @@ from helpers.far_memory import far_apart
 from helpers.gdn_cases import Case, Dtypes, VerifyCall, assert_same_bits
 from helpers.gdn_kernel_cases import CUDA_CASES, CUDA_CONFIGS, CUDA_MODES, LARGE, NARROW
 from helpers.gdn_row_calls import RowCall
-from helpers.guarded import at_the_end_of_memory
+from helpers.guarded import move_to_the_end_of_memory
 from helpers.thinned import thinned
 from hybridspec.compat.flashinfer import gated_delta_rule_mtp_ucache_flush
 from hybridspec.errors import UnsupportedError
@@ -151,14 +151,7 @@ def test_fp64_parameters() -> None:
 def test_nothing_behind_the_last_row_is_read() -> None:
     case = Case("end", (4, 3), (12, 5), (17, 0), slots=(0, 6), geometry=NARROW)
     call = VerifyCall(case.using(CUDA_MODES[0]))
-    usual, ring = call.inputs, call.pools.ring
-    call.inputs = lambda: [at_the_end_of_memory(part) for part in usual()]
-    for name in ("slot_tensor", "cu_seqlens", "is_fold"):
-        setattr(call, name, at_the_end_of_memory(getattr(call, name)))
-    call.pools.state = at_the_end_of_memory(call.pools.state)
-    names = ("k", "u", "cum_log_decay", "ring_start", "history_len")
-    guarded = {name: at_the_end_of_memory(getattr(ring, name)) for name in names}
-    call.pools.ring = ring._replace(**guarded)
+    move_to_the_end_of_memory(call)
     call.check("cuda", BF16)
 
 

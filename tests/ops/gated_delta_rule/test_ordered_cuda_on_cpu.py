@@ -14,7 +14,7 @@ from helpers import cuda_on_cpu
 from helpers.gdn_cases import Case, Dtypes, Geometry, VerifyCall, assert_same_bits
 from helpers.gdn_kernel_cases import CUDA_CONFIGS, LARGE, NARROW, ORDERED_CASES, ORDERED_MODES
 from helpers.gdn_walks import differing, random_tokens, run_walk
-from helpers.guarded import at_the_end_of_memory
+from helpers.guarded import move_to_the_end_of_memory
 from helpers.partitions import WALKS
 from hybridspec.errors import UnsupportedError
 from hybridspec.ops._nvrtc import SOURCES
@@ -62,14 +62,7 @@ def test_spare_warps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_behind_the_last_row_is_read() -> None:
     case = Case("end", (4, 3), (20, 5), (17, 0), slots=(0, 6), geometry=WIDE_WINDOW)
     call = VerifyCall(case.using(ORDERED_MODES[0]))
-    usual, ring = call.inputs, call.pools.ring
-    call.inputs = lambda: [at_the_end_of_memory(part) for part in usual()]
-    for name in ("slot_tensor", "cu_seqlens", "is_fold"):
-        setattr(call, name, at_the_end_of_memory(getattr(call, name)))
-    call.pools.state = at_the_end_of_memory(call.pools.state)
-    names = ("k", "u", "cum_log_decay", "ring_start", "history_len")
-    guarded = {name: at_the_end_of_memory(getattr(ring, name)) for name in names}
-    call.pools.ring = ring._replace(**guarded)
+    move_to_the_end_of_memory(call)
     call.check(BACKEND, BF16)
 
 
