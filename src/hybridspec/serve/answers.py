@@ -65,13 +65,10 @@ class _Guard:
         self.stream, self.head = stream, head
         self.has_usage = options is not None and options.include_usage
         self.is_continuous = options is not None and options.continuous_usage_stats
-        self.has_speculation = body.return_speculation
-        self.has_tokens = body.max_tokens != 0
+        self.body = body
 
     def usage(self) -> dict[str, Any]:
-        return usage_of(
-            self.stream.requests, has_speculation=self.has_speculation, has_tokens=self.has_tokens
-        )
+        return usage_of(self.stream.requests, self.body)
 
     def chunk(self, choice: dict[str, Any]) -> bytes:
         more = {"usage": self.usage()} if self.is_continuous else {}
@@ -135,11 +132,7 @@ async def answer_completion(
             if body.return_token_ids:
                 choice |= {"token_ids": token_ids, "prompt_token_ids": result.prompt_token_ids}
             choices.append(choice)
-    usage = usage_of(
-        stream.requests,
-        has_speculation=body.return_speculation,
-        has_tokens=body.max_tokens != 0,
-    )
+    usage = usage_of(stream.requests, body)
     return head.body(choices, usage=usage)
 
 
@@ -229,7 +222,7 @@ async def answer_chat(
         if body.return_token_ids:
             choice["token_ids"] = output.token_ids
         choices.append(choice)
-    usage = usage_of(stream.requests, has_speculation=body.return_speculation)
+    usage = usage_of(stream.requests, body)
     more: dict[str, Any] = {"usage": usage}
     if body.prompt_logprobs is not None:
         more["prompt_logprobs"] = _prompt_reports(result.prompt_logprobs)

@@ -12,6 +12,7 @@ from hybridspec.engine import CompletionOutput, RequestStats, StepOutput
 from hybridspec.engine.request import Request
 from hybridspec.models import Tokenizer
 from hybridspec.serve.errors import ApiError
+from hybridspec.serve.fields import ChatBody, CompletionBody
 from hybridspec.serve.parser import OutputParser
 from hybridspec.speculate import TokenLogprobs
 
@@ -60,22 +61,18 @@ def check_error(output: CompletionOutput | None) -> None:
         raise ApiError(500, output.error, code="model_error")
 
 
-def usage_of(
-    requests: Sequence[Request], *, has_speculation: bool, has_tokens: bool = True
-) -> dict[str, Any]:
-    """Count the tokens of an answer, and what was drafted for it if the client asks.
-
-    Without `has_tokens` the client asked for none, and the one that was chosen is left out.
-    """
+def usage_of(requests: Sequence[Request], body: CompletionBody | ChatBody) -> dict[str, Any]:
+    """Count the tokens of an answer, and what was drafted for it if the client asks."""
     every = [one for request in requests for one in request.continuations]
     num_prompt = sum(len(request.prompt_token_ids) for request in requests)
-    num_new = sum(one.num_generated for one in every) if has_tokens else 0
+    # Where the client wants no token, the one that was chosen is left out of the answer.
+    num_new = 0 if body.max_tokens == 0 else sum(one.num_generated for one in every)
     usage: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,
         "total_tokens": num_prompt + num_new,
     }
-    if has_speculation:
+    if body.return_speculation:
         usage["speculation"] = _speculation([one.stats for one in every])
     return usage
 
