@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import random
 from collections.abc import Callable
@@ -23,7 +22,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from harness import BEST_READ_RATE, Variant, environment, need_gpu, read_pool, time_interleaved
+from harness import (
+    BEST_READ_RATE,
+    Variant,
+    need_gpu,
+    read_pool,
+    time_interleaved,
+    write_rows,
+)
 from hybridspec.ops.paged_attention import Batch, Pages, Rows, launch, verify
 
 PAGE_SIZES = (16, 128)
@@ -328,10 +334,7 @@ def main() -> None:
             )
         torch.cuda.empty_cache()
     print(*verdicts(rows), sep="\n")
-    result = {**environment(), "rows": rows}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    write_rows(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,17 @@ timed, a case's tokens are compared with the reference's.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from harness import Variant, environment, read_pool, time_interleaved
+from harness import (
+    Variant,
+    read_pool,
+    time_interleaved,
+    write_rows,
+)
 from hybridspec.ops.sampling import SamplingTable, SamplingUses, choose, launch
 from hybridspec.ops.sampling.call import Rows, Text
 
@@ -114,11 +118,7 @@ def main() -> None:
     ]
     wanted = [row for row in rows if (row["rows"], row["case"]) == (128, "top_p")]
     met = [row["times_reading"] <= BAR for row in wanted]
-    result = {**environment(), "bar": BAR, "bar_is_met": all(met) if met else None, "rows": rows}
-    text = json.dumps(result)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(text)
+    write_rows(rows, arguments.json, bar=BAR, bar_is_met=all(met) if met else None)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ for few rows, "cuda" the one launch for a single row. Both are compared with the
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness import Variant, environment, time_interleaved
+from harness import (
+    Variant,
+    time_interleaved,
+    write_rows,
+)
 from hybridspec.ops.experts import Matrices, norm_and_mix
 from hybridspec.ops.experts.cpu import route
 from hybridspec.ops.norms import rms_norm
@@ -112,10 +115,7 @@ def main() -> None:
                 {"rows": count, "backend": backend, "us": round(us, 2), "floor_us": round(floor, 2)}
                 | {"share_of_bytes": round(floor / us, 3), "differing": differing[backend]}
             )
-    result = {"benchmark": "experts", **environment(), "layers": arguments.layers, "rows": found}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    write_rows(found, arguments.json, benchmark="experts", layers=arguments.layers)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ variants commit the same rows, so their last outputs must agree up to the roundi
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fold_rules import PATTERNS, REQUESTS, RING, WINDOW
-from harness import Variant, environment, read_pool, time_interleaved
+from harness import (
+    Variant,
+    read_pool,
+    time_interleaved,
+    write_rows,
+)
 from hybridspec.ops import gated_delta_rule
 from hybridspec.ops import ring as ring_ops
 from hybridspec.ops.ring import RingView
@@ -196,13 +200,10 @@ def main() -> None:
                 f"{row['us_p50']:6.1f}  p99 {row['us_p99']:6.1f}  max {row['us_max']:6.1f}   "
                 f"folding: mean {row['fold_share_mean']:.3f}  p99 {row['fold_share_p99']:.3f}"
             )
-    result = {
-        **environment(), "requests": REQUESTS, "steps": options.steps, "rounds": options.rounds,
-        **read_and_decide(layer), "rows": rows,
-    }  # fmt: skip
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    write_rows(
+        rows, options.json, requests=REQUESTS, steps=options.steps, rounds=options.rounds,
+        **read_and_decide(layer),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

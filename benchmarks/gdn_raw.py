@@ -10,14 +10,18 @@ reference in fp64 on a few requests before it is timed. The bar is the ratio of 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from gdn_verify import CAPACITY, CHECKED, HEAD_DIM, MODES, TOLERANCES, Call, Setting
-from harness import Variant, environment, read_pool, time_interleaved
+from harness import (
+    Variant,
+    read_pool,
+    time_interleaved,
+    write_rows,
+)
 from hybridspec.ops import gated_delta_rule
 from hybridspec.ops.ring import RawRingView
 
@@ -140,10 +144,7 @@ def main() -> None:
                         f"{row['x_state_read']:6.3f} x read {row['x_ucache']:6.3f} x ucache"
                     )
                 torch.cuda.empty_cache()
-    result = {**environment(), "rows": rows}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    write_rows(rows, options.json)
 
 
 if __name__ == "__main__":

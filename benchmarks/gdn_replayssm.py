@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gdn_verify import BF16, CHECKED, GEOMETRIES, HEAD_DIM, TOLERANCES
-from harness import Timing, Variant, environment, read_pool, time_interleaved
+from harness import (
+    Timing,
+    Variant,
+    read_pool,
+    time_interleaved,
+    write_rows,
+)
 from hybridspec.compat import vllm as compat
 
 PEER = "vllm.model_executor.layers.fla.ops"
@@ -235,10 +240,7 @@ def main() -> None:
     if DEVICE == "cpu":
         print("both agree with fp64; nothing is timed without a GPU")
         return
-    result = {**environment(), "rows": rows}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    write_rows(rows, options.json)
 
 
 if __name__ == "__main__":

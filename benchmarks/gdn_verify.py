@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from harness import BEST_READ_RATE, Variant, environment, need_gpu, read_pool, time_interleaved
+from harness import (
+    BEST_READ_RATE,
+    Variant,
+    need_gpu,
+    read_pool,
+    time_interleaved,
+    write_rows,
+)
 from hybridspec.compat import flashinfer as compat
 from hybridspec.ops import gated_delta_rule
 from hybridspec.ops import ring as ring_ops
@@ -389,10 +395,7 @@ def main() -> None:
                 + (f"  {row['share_of_floor']:.2f} of floor" if "bytes" in row else "")
             )
         torch.cuda.empty_cache()
-    result = {**environment(), "rows": rows}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    write_rows(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +28,7 @@ __all__ = [
     "need_gpu",
     "read_pool",
     "time_interleaved",
+    "write_rows",
 ]
 
 # Bytes per second; the best read rate seen on an H200.
@@ -104,6 +108,14 @@ def need_gpu() -> None:
     """End the script with one line where there is nothing to measure on."""
     if not torch.cuda.is_available():
         raise SystemExit("needs a CUDA device, torch finds none")
+
+
+def write_rows(rows: Sequence[Any], file: Path | None, **more: Any) -> None:
+    """Print what a run found as a line of JSON, with its environment, and keep it in a file."""
+    result = {**environment(), **more, "rows": rows}
+    if file is not None:
+        file.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
 
 
 def environment() -> dict[str, str]:

@@ -305,11 +305,6 @@ def limit_pages(engine: Engine, num_pages: int) -> None:
     del allocator._free_pages[:-num_pages]
 
 
-def used_memory(device: torch.device) -> int:
-    """Bytes that tensors take on a GPU; elsewhere 0: pools shrink and grow."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
 def run_drafter(
     args: argparse.Namespace, drafter: str, plain: LLM, cases: Sequence[Case], rights: Sequence[Got]
 ) -> dict[str, Any]:
@@ -329,13 +324,13 @@ def run_drafter(
     watch_steps(llm, steps)
     if args.pages is not None:
         limit_pages(engine, args.pages)
-    some = max(len(cases) // 10, 1)
-    requests = run_together(llm, cases[:some], rng)
-    requests += run_together(llm, cases[some:], rng)
-    # Layouts of eager steps are kept by their sizes: all were there by now.
-    before = used_memory(engine.pools.device)
-    run_together(llm, cases[:some], rng)
-    grown = used_memory(engine.pools.device) - before
+    requests = run_together(llm, cases, rng)
+    grown = 0
+    if engine.pools.device.type == "cuda":  # on a CPU pools shrink and grow
+        # Layouts of eager steps are kept by their sizes: all were there by now.
+        before = torch.cuda.memory_allocated(engine.pools.device)
+        run_together(llm, cases[: max(len(cases) // 10, 1)], rng)
+        grown = torch.cuda.memory_allocated(engine.pools.device) - before
     ties, wrong, ends = 0, [], Counter[int]()
     for place, (case, request, right) in enumerate(zip(cases, requests, rights, strict=True)):
         new_ties, new_wrong = compare(plain, case, Got.of(request), right, place)
