@@ -358,11 +358,10 @@ class EngineConfig:
         if self.speculation == "off":
             object.__setattr__(self, "draft_tokens", 0)
         flag("dummy_weights", self.dummy_weights)
-        if self.enable_prefix_caching is not None:
-            flag("enable_prefix_caching", self.enable_prefix_caching)
         flag("enforce_eager", self.enforce_eager)
-        if self.capture_prompts is not None:
-            flag("capture_prompts", self.capture_prompts)
+        for name in ("enable_prefix_caching", "capture_prompts"):
+            if getattr(self, name) is not None:
+                flag(name, getattr(self, name))
         for name in ("mtp_from", "revision", "tokenizer"):
             optional_text(name, getattr(self, name))
         self._check_mtp_from()
