@@ -19,7 +19,6 @@ from hybridspec.config import EngineConfig
 from hybridspec.engine import resolve, scheduler
 from hybridspec.engine.engine import Engine
 from hybridspec.engine.exactness import ALIGNED_WINDOW, check_bitwise
-from hybridspec.models import ModelConfig
 
 NUM_NEW = 54  # more than two windows
 BITWISE = {"exact": "bitwise", "device": "cpu"}
@@ -136,22 +135,19 @@ def test_what_cannot_be_exact_is_refused_by_name(tiny: TinyCheckpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "options", "device", "state"),
+    ("name", "options", "device", "state"),
     [
-        ("kv_layout", "qwen3_5", {"kv_layout": "contiguous"}, "cuda", torch.float32),
-        ("state_dtype", "qwen3_5", {}, "cpu", torch.int8),
-        ("model", "qwen3_5_moe", {}, "cuda", torch.float32),
+        ("kv_layout", {"kv_layout": "contiguous"}, "cuda", torch.float32),
+        ("state_dtype", {}, "cpu", torch.int8),
     ],
 )
 def test_what_cannot_be_exact_on_some_device(
-    tmp_path: Path, name: str, family: Any, options: Any, device: str, state: torch.dtype
+    name: str, options: Any, device: str, state: torch.dtype
 ) -> None:
-    folder = build_tiny_checkpoint(tmp_path, family=family).folder
     config = EngineConfig(exact="bitwise", **options)
-    model = ModelConfig.from_folder(folder)
     with pytest.raises(UnsupportedError, match=f"exact: 'bitwise' does not go with this {name}: "):
-        check_bitwise(config, model, torch.device(device), state)
-    check_bitwise(EngineConfig(), ModelConfig.from_folder(folder), torch.device("cpu"), torch.half)
+        check_bitwise(config, torch.device(device), state)
+    check_bitwise(EngineConfig(), torch.device("cpu"), torch.half)
 
 
 @pytest.mark.parametrize("is_bitwise", [True, False], ids=["where chunks end", "elsewhere"])

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridspec import LLM, SamplingParams
+from hybridspec.bundled import bundled_model_path
 
 pytestmark = pytest.mark.gpu
 
@@ -26,9 +31,9 @@ PARAMS = [
 Reports = list[list[dict[int, float]]]
 
 
-def reports_of(texts: list[str], params: list[SamplingParams], **options: object) -> Reports:
+def reports_of(prompts: Sequence[Any], params: list[SamplingParams], **options: object) -> Reports:
     """Return the 64 most likely tokens of every position and their log-probabilities."""
-    results = LLM("bundled", **OPTIONS, **options).generate(texts, params)
+    results = LLM(**{"model": "bundled", **OPTIONS, **options}).generate(prompts, params)
     return [
         [{token: entry.logprob for token, entry in one.items()} for one in r.outputs[0].logprobs]
         for r in results
@@ -67,3 +72,20 @@ def test_captured_steps_choose_the_same_tokens(plain: tuple[str, Reports]) -> No
     llm = LLM("bundled", **OPTIONS, state_dtype=state, draft_tokens=3)
     tokens = [result.outputs[0].token_ids for result in llm.generate(TEXTS, params)]
     assert tokens == [[next(iter(one)) for one in reports] for reports in expected]
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Also where a prompt has more rows than the quickest kernels of experts take."""
+    config = json.loads((bundled_model_path() / "config.json").read_text())
+    config |= {
+        "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"],
+        "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options: dict[str, Any] = {"model": tmp_path, "dummy_weights": True}
+    texts = [[i, i + 1, 7] * (i + 1) * 20 for i in range(6)]
+    plain = reports_of(texts, PARAMS, draft_tokens=0, **options)
+    assert reports_of(texts, PARAMS, draft_tokens=3, **options) == plain
+    assert reports_of(texts, PARAMS, draft_tokens=5, verify_rows=9, **options) == plain
+    assert reports_of(texts[3:4], PARAMS[3:4], draft_tokens=1, **options) == plain[3:4]

@@ -17,24 +17,23 @@ from hybridspec.models.layers import (
     NORM_AND_ROTATE,
     PROMPT_ATTENTION,
 )
-from hybridspec.models.mlp import MoeMlp
+from hybridspec.models.mlp import EXPERTS, MoeMlp
 from hybridspec.models.products import PRODUCTS
 from hybridspec.ops.sampling import explain_choose
 from hybridspec.runtime import MemorySpecs, Pools
 
-__all__ = ["EXPERTS", "Choices", "choose_backends"]
-
-EXPERTS = "experts"
+__all__ = ["Choices", "choose_backends"]
 
 _log = logging.getLogger("hybridspec")
 _SERVES = "serves this device, these dtypes and sizes"
-# By op: the backend whose sums have one order, whatever the batch, the drafts and the load.
+# By op, by preference: backends whose sums have one order, whatever batch, drafts and load are.
 _ORDERED = {
-    GATED_DELTA_RULE: "ordered",
-    CAUSAL_CONV1D: "triton",
-    ATTENTION: "pieces",
-    PROMPT_ATTENTION: "triton",
-    NORM_AND_ROTATE: "triton",
+    GATED_DELTA_RULE: ("ordered_cuda", "ordered"),
+    CAUSAL_CONV1D: ("triton",),
+    ATTENTION: ("pieces",),
+    PROMPT_ATTENTION: ("triton",),
+    NORM_AND_ROTATE: ("triton",),
+    EXPERTS: ("ordered",),
 }
 _ONLY_ORDERED = ("ordered", "ordered_cuda", "pieces")  # backends that serve nothing else
 _IN_ORDER = "adds up in one order, whatever else a step holds"
@@ -105,7 +104,11 @@ def choose_backends(
         choices.setdefault(op, ("reference", "no layer attends"))
     if model.moe is not None:
         refusals = MoeMlp.refusals(model, device, specs.options.dtype)
-        choices[EXPERTS] = _choice(refusals, "auto", is_asked_for=False)
+        choices[EXPERTS] = (
+            _ordered_choice(EXPERTS, refusals)
+            if is_ordered
+            else _choice(refusals, "auto", is_asked_for=False)
+        )
     if is_ordered:
         choices[PRODUCTS] = ("ordered", _IN_ORDER)
     choices["sampling"] = _choice(explain_choose(device), "auto", is_asked_for=False)
@@ -115,12 +118,13 @@ def choose_backends(
 
 def _ordered_choice(op: str, refusals: Mapping[str, str | None]) -> tuple[str, str]:
     """Return the backend of an op whose sums have one order."""
-    name = _ORDERED[op]
-    if refusals[name] is not None:
-        raise UnsupportedError(
-            f"exact: 'bitwise' needs {op} {name!r}, which cannot serve: {refusals[name]}"
-        )
-    return name, _IN_ORDER
+    for name in _ORDERED[op]:
+        if refusals[name] is None:
+            return name, _IN_ORDER
+    reasons = "; ".join(f"{name!r}: {refusals[name]}" for name in _ORDERED[op])
+    raise UnsupportedError(
+        f"exact: 'bitwise' needs {op} in one order, which cannot serve: {reasons}"
+    )
 
 
 def _requested(op: str, attention: str, refusals: Mapping[str, str | None]) -> str:

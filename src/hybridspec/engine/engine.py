@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from hybridspec.config import EngineConfig, SamplingParams
-from hybridspec.engine.backends import EXPERTS
 from hybridspec.engine.counters import Counters
 from hybridspec.engine.drafting import make_drafter
 from hybridspec.engine.exactness import check_products, is_row_by_row
@@ -33,6 +32,7 @@ from hybridspec.errors import CapacityError, CheckpointError, UnsupportedError
 from hybridspec.models import HybridModel, OnProgress, load_model, load_tokenizer
 from hybridspec.models.generation import end_token_ids
 from hybridspec.models.layers import ATTENTION
+from hybridspec.models.mlp import EXPERTS
 from hybridspec.ops.accept import RequestTable
 from hybridspec.runtime import SamplingPool
 from hybridspec.speculate import Decoder, ForcedAcceptance, ListDrafter

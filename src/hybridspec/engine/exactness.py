@@ -11,8 +11,10 @@ import torch
 
 from hybridspec.config import EngineConfig
 from hybridspec.errors import UnsupportedError
-from hybridspec.models import HybridModel, ModelConfig
+from hybridspec.models import HybridModel
+from hybridspec.models.mlp import MoeMlp
 from hybridspec.models.products import OrderedProducts
+from hybridspec.ops import experts
 from hybridspec.ops.products import explain_order, rows_as_torch
 
 __all__ = [
@@ -33,9 +35,7 @@ def is_row_by_row(config: EngineConfig, device: torch.device) -> bool:
     return config.exact == "bitwise" and device.type == "cpu"
 
 
-def check_bitwise(
-    config: EngineConfig, model: ModelConfig, device: torch.device, state_dtype: torch.dtype
-) -> None:
+def check_bitwise(config: EngineConfig, device: torch.device, state_dtype: torch.dtype) -> None:
     """Raise UnsupportedError, naming it, if something is asked for that cannot be exact bitwise."""
     refused = {
         "attention_backend": (
@@ -55,10 +55,6 @@ def check_bitwise(
             state_dtype is torch.int8,
             "8-bit states are folded by kernels that add up in another order",
         ),
-        "model": (
-            model.moe is not None and device.type != "cpu",
-            "the products of a mixture of experts are split by the rows of each expert",
-        ),
     }
     for name, (is_refused, reason) in refused.items():
         if is_refused:
@@ -71,7 +67,7 @@ def check_bitwise(
 
 
 def check_products(model: HybridModel, row_counts: Sequence[int]) -> None:
-    """Look at how the device adds up products of each weight's shape.
+    """Look at how the device adds up products of each weight's shape, and mixtures of experts.
 
     Args:
         model: one that is multiplied torch's way is not looked at.
@@ -88,6 +84,10 @@ def check_products(model: HybridModel, row_counts: Sequence[int]) -> None:
         if reason is not None:
             raise UnsupportedError(f"exact: 'bitwise' does not go with this device: {reason}")
         products.as_torch |= {(shape, count) for count in rows_as_torch(weight, row_counts)}
+    mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeMlp)]
+    reason = experts.explain_order(mixtures[0].matrices) if mixtures else None
+    if reason is not None:
+        raise UnsupportedError(f"exact: 'bitwise' does not go with this device: {reason}")
 
 
 def describe_exactness(config: EngineConfig) -> str:

@@ -166,7 +166,7 @@ def _memory_options(
     """Return what layers have to know to state their memories."""
     options = MemoryOptions(dtype=dtype, state_dtype=state_dtype)
     if config.exact == "bitwise":
-        check_bitwise(config, model, device, state_dtype)
+        check_bitwise(config, device, state_dtype)
         return replace(options, max_window=ALIGNED_WINDOW, is_aligned=True)
     if config.ring == "raw":  # 16 rows for a window and the rows of a step
         longest = 16 - (config.draft_tokens + 1)

@@ -38,7 +38,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "attention": AttentionLayer,
 }  # by their names in the config
 
-_MATRICES = ("in_weight", "out_weight", "gate_up_weight", "down_weight")
+_MATRICES = ("in_weight", "out_weight", "gate_up_weight", "down_weight", "router_weight")
 _Files = Checkpoint | DummyCheckpoint
 
 # What a draft head's tensors mean depends on these, and shapes do not tell all of them.

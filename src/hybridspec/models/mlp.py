@@ -15,7 +15,9 @@ from hybridspec.ops import experts
 from hybridspec.ops.activations import swiglu
 from hybridspec.ops.norms import RmsNorm
 
-__all__ = ["Mlp", "MoeMlp"]
+__all__ = ["EXPERTS", "Mlp", "MoeMlp"]
+
+EXPERTS = "experts"  # the op, as engines name it
 
 # Backend of `experts.norm_and_mix` for one row on a GPU. "cuda" is one launch, compared there layer
 # by layer; no engine has run with it on a GPU (`--experts-of-one-row` of engine_throughput.py).
@@ -45,12 +47,16 @@ class MoeMlp:
         router_weight: [router | gate of the shared expert] stacked, [E + 1, D].
         matrices: weights of the experts.
         meeting: see `ops.experts.norm_and_mix`; a layer works on one step at a time.
+        products: how the router multiplies.
+        backend: of `ops.experts.mix`; "auto" also lets one row alone be another kernel's.
     """
 
     config: MoeConfig
     router_weight: Tensor
     matrices: experts.Matrices
     meeting: Tensor
+    products: Products = BLAS
+    backend: str = "auto"
 
     @staticmethod
     def refusals(
@@ -80,13 +86,15 @@ class MoeMlp:
             "experts_per_row": self.config.experts_per_token,
             "is_normalized": self.config.is_normalized,
         }
-        if x.is_cuda and x.shape[0] == 1 and one_row_backend != "composed":
+        is_alone = x.is_cuda and x.shape[0] == 1 and self.backend == "auto"
+        if is_alone and one_row_backend != "composed":
             return experts.norm_and_mix(
                 x, norm.weight, norm.eps, self.router_weight, self.matrices, meeting=self.meeting,
                 backend=one_row_backend, **options,
             )  # fmt: skip
         y = norm.forward(x)
-        return experts.mix(y, F.linear(y, self.router_weight), self.matrices, x, **options)
+        scores = self.products.linear(y, self.router_weight)
+        return experts.mix(y, scores, self.matrices, x, backend=self.backend, **options)
 
 
 def _gated(gate_up: Tensor) -> Tensor:

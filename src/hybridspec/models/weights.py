@@ -27,7 +27,7 @@ from hybridspec.models.layers import (
     DecoderLayer,
     GdnLayer,
 )
-from hybridspec.models.mlp import Mlp, MoeMlp
+from hybridspec.models.mlp import EXPERTS, Mlp, MoeMlp
 from hybridspec.models.products import PRODUCTS, Products, products_of
 from hybridspec.ops.experts import Matrices
 from hybridspec.ops.norms import RmsNorm
@@ -242,6 +242,8 @@ class WeightReader:
                 gate_up_weight, down_weight, shared.gate_up_weight, shared.down_weight
             ),
             meeting=torch.zeros(2, dtype=torch.int32, device=gate_up_weight.device),
+            products=self.products,
+            backend="ordered" if self.backends.get(EXPERTS) == "ordered" else "auto",
         )
 
     def _fill_experts(self, prefix: str, parts: dict[str, tuple[Tensor, tuple[str, ...]]]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from helpers.expert_cases import CASES, Case, MixCall, check_mix
 from helpers.no_sync import no_sync
 from hybridspec.errors import UnsupportedError
+from hybridspec.ops.experts import Matrices, explain_order, mix, order
 
 pytestmark = pytest.mark.gpu
 
@@ -35,18 +38,32 @@ def test_grouped_product(name: str) -> None:
     check_mix(call, "grouped")
 
 
-@pytest.mark.parametrize("rows", [2, 40, 256])
+@pytest.mark.parametrize("rows", [2, 40, 256, 700])
 def test_a_row_does_not_depend_on_the_others(rows: int) -> None:
     """To the bit: alone, among few rows and among many, which other launches serve."""
     call = MixCall(Case(rows, 32, 4, 256, 128, 128), BF16, "cuda")
-    whole = call.run("triton")
+    whole = call.run("ordered")
+    check_mix(call, "ordered")
     for row in (0, rows - 1):
         alone = MixCall(call.case._replace(rows=1), BF16, "cuda")
         alone.x, alone.scores, alone.out = (
             tensor[row : row + 1].clone() for tensor in (call.x, call.scores, call.out)
         )
         alone.matrices = call.matrices
-        assert torch.equal(alone.run("triton")[0], whole[row])
+        assert torch.equal(alone.run("ordered")[0], whole[row])
+    assert explain_order(call.matrices) is None
+
+
+def test_sums_that_follow_the_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where rows of a batch are added up by another product."""
+
+    def mixed(x: torch.Tensor, *others: Any, backend: str, **options: Any) -> torch.Tensor:
+        return mix(x, *others, backend="ordered" if len(x) > 32 else "grouped", **options)
+
+    monkeypatch.setattr(order, "mix", mixed)
+    call = MixCall(Case(2, 16, 4, 256, 128, 128), BF16, "cuda")
+    reason = explain_order(Matrices(*(matrix.contiguous() for matrix in call.matrices)))
+    assert "16 experts of 128, differ in" in reason
 
 
 @pytest.mark.parametrize("backend", ["triton", "grouped"])

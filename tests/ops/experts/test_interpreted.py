@@ -7,7 +7,7 @@ import torch
 
 from helpers.expert_cases import CASES, Case, MixCall, check_mix
 from helpers.tolerances import assert_same
-from hybridspec.ops.experts import cpu, launch
+from hybridspec.ops.experts import cpu, explain_order, launch
 
 pytestmark = pytest.mark.interpreted
 
@@ -71,5 +71,12 @@ def test_what_they_refuse() -> None:
     arguments[2] = columns
     assert launch.explain(*arguments) == "down has a last stride of 32"
     many = MixCall(Case(257, 2, 1, 16, 16, 16), torch.bfloat16)
-    reason = launch.explain(*many.tensors(), many.out, 1, True)
+    reason = launch.explain_few(*many.tensors(), many.out, 1, True)
     assert reason == "x has 257 rows, above 256 the grouped product is quicker"
+    assert launch.explain(*many.tensors(), many.out, 1, True) is None
+
+
+def test_ordered_kernels_take_any_number_of_rows() -> None:
+    call = MixCall(Case(261, 3, 2, 16, 16, 16), torch.float32)
+    check_mix(call, "ordered")
+    assert explain_order(call.matrices) is None

@@ -50,8 +50,9 @@ def mix(
         out: [N, D], dtype of `x`; last stride 1; in-out.
         experts_per_row: how many routed experts a row has, 1..E.
         is_normalized: whether their weights sum to one.
-        backend: "auto", "triton" (few rows), "grouped" (many rows, bfloat16) or "reference", which
-            reads on the host how many rows each expert has.
+        backend: "auto", "triton" (few rows), "grouped" (many rows, bfloat16), "ordered" (the
+            kernels of "triton" for any number of rows, so that no row's bits depend on others) or
+            "reference", which reads on the host how many rows each expert has.
 
     Returns:
         `out`.
@@ -64,8 +65,8 @@ def mix(
     Numerics:
         Products accumulate in fp32 (fp64). Probabilities and weights are fp32 (fp64). What lies
         between an expert's products is rounded to the dtype of `x`; so are the experts' outputs
-        but in "triton"; the sum is rounded once, with `out` in it. Experts are added in falling
-        order of their scores, the shared one last.
+        in "grouped" and "reference"; the sum is rounded once, with `out` in it. Experts are added
+        in falling order of their scores, the shared one last.
 
     Source:
         Sparsely gated mixtures (Shazeer et al. 2017, arXiv:1701.06538); the gated shared expert of
@@ -199,8 +200,9 @@ def _check_matrices(x: Tensor, matrices: Matrices, per_row: int, is_normalized: 
 _op = register(
     "experts.mix",
     {
-        "triton": Backend(launch.explain, launch.mix),
+        "triton": Backend(launch.explain_few, launch.mix),
         "grouped": Backend(grouped.explain, grouped.mix),
+        "ordered": Backend(launch.explain, launch.mix),
         "reference": Backend(always, cpu.mix),
     },
     _check,

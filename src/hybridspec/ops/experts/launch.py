@@ -14,7 +14,7 @@ from hybridspec.ops._triton_support import (
 )
 from hybridspec.ops.experts.call import Matrices
 
-__all__ = ["LaunchConfig", "Tile", "choose_config", "chunk_of", "explain", "mix"]
+__all__ = ["LaunchConfig", "Tile", "choose_config", "chunk_of", "explain", "explain_few", "mix"]
 
 _MOST_EXPERTS = 2048
 _MOST_ROWS = 256  # above, the grouped product is quicker, where it serves
@@ -86,12 +86,19 @@ def explain(
             return f"{name} has a last stride of {matrix.stride(-1)}"
     if x.is_cuda and x.dtype is not torch.bfloat16:
         return f"was run on a GPU in bfloat16 only, not {dtype_name(x.dtype)}"
-    num_rows, num_experts = x.shape[0], matrices.gate_up.shape[0]
+    num_experts = matrices.gate_up.shape[0]
     if num_experts > _MOST_EXPERTS:
         return f"there are {num_experts} experts, the kernel takes up to {_MOST_EXPERTS}"
-    if num_rows > _MOST_ROWS and x.dtype is torch.bfloat16:
-        return f"x has {num_rows} rows, above {_MOST_ROWS} the grouped product is quicker"
     return None
+
+
+def explain_few(
+    x: Tensor, scores: Tensor, matrices: Matrices, out: Tensor, per_row: int, is_normalized: bool
+) -> str | None:
+    """Return why the kernels do not support a call or are not the quickest for it, or None."""
+    if x.shape[0] > _MOST_ROWS and x.dtype is torch.bfloat16:
+        return f"x has {x.shape[0]} rows, above {_MOST_ROWS} the grouped product is quicker"
+    return explain(x, scores, matrices, out, per_row, is_normalized)
 
 
 def mix(

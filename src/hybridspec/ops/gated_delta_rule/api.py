@@ -158,7 +158,7 @@ def verify(
         With fp32 activations every product is full fp32.
         "ordered": the bits of a row do not depend on how rows are cut into steps; a step that folds
         reads the folded state as it is rounded (README.md). "ordered_cuda": the same of another
-        kernel with other bits, in CUDA C++; experimental, its optimised build has not run yet.
+        kernel with other bits, in CUDA C++.
 
     Source:
         The delta rule of Gated Delta Networks (Yang et al. 2025, arXiv:2412.06464), equation 10;
