@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 
+from floors import READ_RATE, plain_floor_ms, product_rate
 from geometries import GEOMETRIES, write_geometry
 from hybridspec import LLM, SamplingParams
-from hybridspec.models import mlp
 from measured_commit import measured_commit
-from step_parts import READ_RATE, RECURRENT, step_bytes, step_parts
+from step_parts import RECURRENT, step_bytes, step_parts
 
 MODES = ("plain", "fixed", "budget", "snapshots", "transformers")
 Prompts = list[list[int]]
@@ -54,9 +54,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--draft-vocab", type=int, help="words that drafts are chosen from")
-    parser.add_argument(
-        "--experts-of-one-row", choices=["composed", "cuda"], default=mlp.one_row_backend
-    )
     parser.add_argument("--eager", action="store_true", help="without graphs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path)
@@ -110,9 +107,17 @@ def load(args: argparse.Namespace, model: Any, mode: str) -> LLM:
         draft_vocab=range(args.draft_vocab) if args.draft_vocab and drafts else None,
         enforce_eager=args.eager,
         enable_prefix_caching=False,  # rounds repeat their prompts
-        max_model_len=max(args.prompt + args.tokens + 16, 512),
+        max_model_len=max(args.prompt + most_tokens(args, max(args.requests), drafts) + 16, 512),
         max_num_seqs=max(args.requests),
     )
+
+
+def most_tokens(args: argparse.Namespace, count: int, drafts: int) -> int:
+    """New tokens of each of `count` requests: the first to begin must not end before the last.
+
+    Beside requests that decode two or more prompts begin in a step.
+    """
+    return args.tokens + count // 2 * (drafts + 1)
 
 
 def measure(args: argparse.Namespace, llm: LLM, prompts: Prompts, mode: str) -> dict[str, Any]:
@@ -121,7 +126,7 @@ def measure(args: argparse.Namespace, llm: LLM, prompts: Prompts, mode: str) -> 
         temperature=args.temperature,
         top_p=args.top_p,
         seed=1,
-        max_tokens=args.tokens,
+        max_tokens=most_tokens(args, len(prompts), llm.config.draft_tokens),
         ignore_eos=True,
     )
     run(llm, prompts, params, args.skip)
@@ -137,6 +142,12 @@ def measure(args: argparse.Namespace, llm: LLM, prompts: Prompts, mode: str) -> 
         row |= step_bytes(llm, prompts, params)
         floor_ms = (row["dense_bytes"] + row["expert_bytes"]) / READ_RATE * 1e3
         row |= {"floor_ms": floor_ms, "share_of_bytes": floor_ms / row["step_ms"]}
+        if llm.model_config.moe is None:
+            rate = product_rate(llm._engine.model)
+            context = args.prompt + params.max_tokens / 2
+            floor_ms = plain_floor_ms(llm, len(prompts), context, rate)
+            row |= {"product_rate": rate, "sum_of_floors_ms": floor_ms}
+            row["share_of_floors"] = floor_ms / row["step_ms"]
     return row
 
 
@@ -180,6 +191,8 @@ def show(row: dict[str, Any]) -> None:
         line += f"  last first token {row['last_first_token_ms']:.0f} ms"
     if "share_of_bytes" in row:
         line += f"  {row['share_of_bytes']:.2f} of its bytes, {row['experts_hit']:.0f} experts"
+    if "share_of_floors" in row:
+        line += f", {row['share_of_floors']:.2f} of the sum of its parts' floors"
     print(line, flush=True)
     parts = row.get("parts_ms", {})
     if parts:
@@ -215,7 +228,6 @@ def run_mode(
 
 def main() -> int:
     args = arguments()
-    mlp.one_row_backend = args.experts_of_one_row
     rng = random.Random(0)
     vocab = 250 if args.geometry == "bundled" else args.vocab
     batches = [

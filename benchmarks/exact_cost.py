@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from engine_throughput import run
+from engine_throughput import free, most_tokens, run
 from geometries import GEOMETRIES, write_geometry
 from hybridspec import LLM, SamplingParams
 from measured_commit import measured_commit
@@ -45,15 +45,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def make(args: argparse.Namespace, model: Any, num_seqs: int, **options: Any) -> LLM:
-    """An engine that leaves room for another one."""
+    """An engine for so many requests, which leaves room for another one."""
     return LLM(
         model,
         dummy_weights=args.geometry != "bundled",
         device=args.device,
         enable_prefix_caching=False,  # rounds repeat their prompts
-        max_model_len=max(args.prompt + args.tokens + 16, 512),
+        max_model_len=max(args.prompt + most_tokens(args, num_seqs, args.drafts) + 16, 512),
         max_num_seqs=num_seqs,
-        memory_fraction=0.35,
         **options,
     )
 
@@ -67,6 +66,7 @@ def count_differing(args: argparse.Namespace, model: Any, prompts: list[list[int
         results = llm.generate(prompt_token_ids=prompts, sampling_params=params)
         outputs.append([token for result in results for token in result.outputs[0].token_ids])
         del llm
+        free()
     return sum(a != b for a, b in zip(*outputs, strict=True))
 
 
@@ -80,9 +80,10 @@ def measure(args: argparse.Namespace, model: Any, vocab: int) -> list[dict[str, 
         )
         for mode in MODES
     }  # fmt: skip
-    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
     rows = []
     for count in args.requests:
+        most = most_tokens(args, count, args.drafts)
+        params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
         prompts = [[rng.randrange(1, vocab) for _ in range(args.prompt)] for _ in range(count)]
         found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
         for _ in range(args.rounds + 1):  # the first one warms up

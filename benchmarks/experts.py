@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from floors import READ_RATE
 from harness import (
     Variant,
     time_interleaved,
@@ -26,7 +27,6 @@ from hybridspec.ops.experts.cpu import route
 from hybridspec.ops.norms import rms_norm
 
 SIZE, INNER, PER_ROW = 2048, 512, 8
-READ_RATE = 4.13e12  # bytes per second, of a kernel that only reads
 EPS = 1e-6
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from floors import product_rate, prompt_share
 from geometries import GEOMETRIES, write_geometry
 from hybridspec import LLM, SamplingParams
 from hybridspec.engine.engine import Engine
@@ -217,6 +218,12 @@ def main() -> int:
         ):
             report[key] = measured()
             print(key, json.dumps(report[key]), flush=True)
+        if engine.resolved.device.type == "cuda":
+            rate, alone = product_rate(engine.model), report["alone_ms"][f"1 x {args.long}"]
+            report |= {
+                "product_rate": rate,
+                "share_of_products": prompt_share(engine.model, args.long, alone, rate),
+            }
     report |= {
         **{k: v for k, v in vars(args).items() if k != "json"},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

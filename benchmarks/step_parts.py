@@ -21,11 +21,11 @@ from hybridspec.ops import experts
 from hybridspec.ops.experts.cpu import route
 from hybridspec.ops.norms import rms_norm
 
-__all__ = ["READ_RATE", "RECURRENT", "step_bytes", "step_parts"]
+__all__ = ["RECURRENT", "step_bytes", "step_parts"]
 
-READ_RATE = 4.13e12  # bytes per second, of a kernel that only reads the state pool, H200
 RECURRENT = "recurrent verify"
 _REPLAYS = 4
+_STEPS = 2 * _REPLAYS + 1  # that a batch is replayed for
 
 # Which part a kernel belongs to, by its name; the first that fits.
 _PARTS = (
@@ -52,6 +52,9 @@ def _running(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams)
     while not all(request.num_generated > 2 for request in requests):
         engine.step()
     torch.cuda.synchronize()
+    new = _STEPS * (llm.config.draft_tokens + 1)
+    if any(request.num_generated + new > params.max_tokens for request in requests):
+        raise SystemExit(f"tokens: {params.max_tokens} are too few, some end before others begin")
     return requests
 
 
@@ -79,6 +82,8 @@ def step_parts(
     requests = _running(llm, prompts, params)
     graphs = llm._engine.runner.graphs
     assert graphs is not None
+    llm._engine.scheduler.grow(_STEPS)  # replays do not ask for pages
+    llm._engine.scheduler.allocator.upload([])
     size = next(size for size in graphs.sizes if size >= len(prompts))
 
     def replay() -> None:

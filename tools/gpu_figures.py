@@ -45,8 +45,6 @@ RUNS = {
     "--vocab 248320 --temperature 0.8 --top-p 0.95",
     "engine_moe": "benchmarks/engine_throughput.py --geometry 35b-a3b --modes plain "
     "--requests 1 32",
-    "engine_moe_one_row": "benchmarks/engine_throughput.py --geometry 35b-a3b --modes plain "
-    "--requests 1 --experts-of-one-row cuda",
     "prompts": "benchmarks/prompts_under_load.py",
     "policy": "benchmarks/dynamic_policy_engine.py",
     "exact": "benchmarks/exact_cost.py",

@@ -98,14 +98,14 @@ ON_A_GPU: dict[str, list] = {
         "--requests",
         2,
         "--tokens",
-        24,
+        64,
         "--rounds",
         1,
         "--modes",
         "plain",
         "fixed",
     ],
-    "exact_cost.py": ["--geometry", "bundled", "--requests", 2, "--tokens", 24, "--rounds", 1],
+    "exact_cost.py": ["--geometry", "bundled", "--requests", 2, "--tokens", 64, "--rounds", 1],
     "experts.py": ["--rows", 1, "--experts", 16, "--layers", 2, "--iterations", 1],
     "gdn_8bit_forms.py": ["--first", "--tokens", 24, "--device", "cuda"],
     "dynamic_policy_engine.py": [
@@ -128,6 +128,7 @@ MANY_REQUESTS = ["--requests", 3, "--verify-rows", 6, "--draft-tokens", 2, "--ma
 ELSEWHERE = {"dynamic_verify.py", "gdn_8bit_model.py", "gdn_replayssm.py", "plots.py"}
 # What the others import.
 SHARED = {
+    "floors.py",
     "geometries.py",
     "harness.py",
     "measured_commit.py",

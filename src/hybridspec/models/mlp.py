@@ -19,10 +19,6 @@ __all__ = ["EXPERTS", "Mlp", "MoeMlp"]
 
 EXPERTS = "experts"  # the op, as engines name it
 
-# Backend of `experts.norm_and_mix` for one row on a GPU. "cuda" is one launch, compared there layer
-# by layer; no engine has run with it on a GPU (`--experts-of-one-row` of engine_throughput.py).
-one_row_backend = "composed"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mlp:
@@ -48,7 +44,7 @@ class MoeMlp:
         matrices: weights of the experts.
         meeting: see `ops.experts.norm_and_mix`; a layer works on one step at a time.
         products: how the router multiplies.
-        backend: of `ops.experts.mix`; "auto" also lets one row alone be another kernel's.
+        backend: of `ops.experts.mix`; with "auto", one row alone takes one launch on a GPU.
     """
 
     config: MoeConfig
@@ -86,11 +82,10 @@ class MoeMlp:
             "experts_per_row": self.config.experts_per_token,
             "is_normalized": self.config.is_normalized,
         }
-        is_alone = x.is_cuda and x.shape[0] == 1 and self.backend == "auto"
-        if is_alone and one_row_backend != "composed":
+        if x.is_cuda and self.backend == "auto":
             return experts.norm_and_mix(
                 x, norm.weight, norm.eps, self.router_weight, self.matrices, meeting=self.meeting,
-                backend=one_row_backend, **options,
+                **options,
             )  # fmt: skip
         y = norm.forward(x)
         scores = self.products.linear(y, self.router_weight)
