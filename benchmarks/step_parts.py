@@ -58,6 +58,14 @@ def _running(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams)
     return requests
 
 
+def give_room(llm: LLM, num_steps: int) -> None:
+    """Give running requests the pages that so many replays of a step can need."""
+    scheduler = llm._engine.scheduler
+    scheduler.grow(num_steps)
+    if scheduler.allocator.has_grown:
+        scheduler.allocator.upload([])
+
+
 def _drop(llm: LLM, requests: Sequence[Request]) -> None:
     llm._engine.drop(requests)
     while llm._engine.has_work:
@@ -82,8 +90,7 @@ def step_parts(
     requests = _running(llm, prompts, params)
     graphs = llm._engine.runner.graphs
     assert graphs is not None
-    llm._engine.scheduler.grow(_STEPS)  # replays do not ask for pages
-    llm._engine.scheduler.allocator.upload([])
+    give_room(llm, _STEPS)
     size = next(size for size in graphs.sizes if size >= len(prompts))
 
     def replay() -> None:

@@ -20,7 +20,11 @@ from hybridspec.runtime import GdnMemory
 from hybridspec.speculate import Asks, Decoder, choose
 from hybridspec.speculate.draft import wanted_drafts
 
-__all__ = ["KnownDrafter", "Recorder"]
+__all__ = ["HEADER", "KEPT", "KnownDrafter", "Recorder"]
+
+# What is kept of a request at its end: two numbers, then digests for each recurrent layer.
+HEADER = ("tokens", "rows of the window")
+KEPT = ("state", "keys", "corrections", "decays", "inputs of the convolution")
 
 
 def bits(values: Tensor) -> Tensor:
