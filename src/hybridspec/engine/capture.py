@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +29,29 @@ def memory_pool(device: torch.device) -> Any:
     return torch.cuda.graph_pool_handle()
 
 
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A graph, and the function that it was captured from.
+
+    The graph knows addresses alone. What the function works on, and was not allocated in it, has
+    to live as long.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    run: Callable[[], None]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
 def record(run: Callable[[], None], pool: Any, device: torch.device) -> Replayed:
-    """Capture a function, with no live lane, so that it changes nothing."""
+    """Capture a function, with no live lane, so that it changes nothing.
+
+    Args:
+        run: what is captured; held as long as the result is.
+        pool: where the graph's tensors lie, as `memory_pool` gives it.
+        device: where it runs.
+    """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -38,4 +60,4 @@ def record(run: Callable[[], None], pool: Any, device: torch.device) -> Replayed
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         run()
-    return graph
+    return _Recorded(graph, run)

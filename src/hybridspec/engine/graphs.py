@@ -155,7 +155,7 @@ class StepGraphs:
             self._draft[size, count].replay()
 
     def _capture_verify(self, size: int, rows: int, pool: Any) -> capture.Replayed:
-        decoder, left = self.decoder, self._lanes[size]
+        decoder, left, asks = self.decoder, self._lanes[size], self._asks
         step = Step.create(
             max_requests=size,
             max_rows=rows,
@@ -164,9 +164,7 @@ class StepGraphs:
         )
 
         def run() -> None:
-            outcome, hidden, live = verify_step(
-                decoder, left.lanes, step, num_rows=rows, asks=self._asks
-            )
+            outcome, hidden, live = verify_step(decoder, left.lanes, step, num_rows=rows, asks=asks)
             left.packed.copy_(outcome.result.packed)
             if outcome.confidences is not None:
                 left.confidences.copy_(outcome.confidences)
@@ -177,10 +175,10 @@ class StepGraphs:
         return capture.record(run, pool, decoder.pools.device)
 
     def _capture_draft(self, size: int, count: int, pool: Any) -> capture.Replayed:
-        decoder, left = self.decoder, self._lanes[size]
+        decoder, left, asks = self.decoder, self._lanes[size], self._asks
 
         def run() -> None:
-            decoder.drafter.propose(decoder, left.hidden, left.live, self._asks, count)
+            decoder.drafter.propose(decoder, left.hidden, left.live, asks, count)
 
         return capture.record(run, pool, decoder.pools.device)
 
