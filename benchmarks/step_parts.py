@@ -30,7 +30,7 @@ _STEPS = 2 * _REPLAYS + 1  # that a batch is replayed for
 # Which part a kernel belongs to, by its name; the first that fits.
 _PARTS = (
     ("experts", r"^(gate_up|down|route|sum)_kernel|^mix_row|grouped"),
-    (RECURRENT, r"^verify$|gdn|replay|^ordered_verify"),
+    (RECURRENT, r"^verify(_ordered)?$|gdn|replay|^ordered_verify"),
     ("convolution", r"conv|^verify_kernel"),
     ("attention", r"^(split|finish|append|piece|join)_kernel|flash"),
     ("norms and gates", r"rms_norm|norm_and_rotate|gate_kernel"),

@@ -33,7 +33,9 @@ Reports = list[list[dict[int, float]]]
 
 def reports_of(prompts: Sequence[Any], params: list[SamplingParams], **options: object) -> Reports:
     """Return the 64 most likely tokens of every position and their log-probabilities."""
-    results = LLM(**{"model": "bundled", **OPTIONS, **options}).generate(prompts, params)
+    llm = LLM(**{"model": "bundled", **OPTIONS, **options})
+    name = "prompts" if isinstance(prompts[0], str) else "prompt_token_ids"
+    results = llm.generate(**{name: prompts}, sampling_params=params)
     return [
         [{token: entry.logprob for token, entry in one.items()} for one in r.outputs[0].logprobs]
         for r in results
