@@ -185,14 +185,21 @@ def decoded(llm: LLM, *cases: Case) -> list[Got]:
 
 def all_alone(args: argparse.Namespace, cases: Sequence[Case], plain: LLM) -> list[Got]:
     """Decode every request by itself, or read what came of that before."""
+    drawn_by = [args.seed, args.max_tokens, args.draft_tokens]  # what the requests depend on
     if args.alone is not None and args.alone.exists():
-        return [Got(*one) for one in json.loads(args.alone.read_text())[: len(cases)]]
+        kept = json.loads(args.alone.read_text())
+        if kept["drawn_by"] != drawn_by or len(kept["found"]) < len(cases):
+            raise SystemExit(
+                f"alone: {args.alone} has {len(kept['found'])} requests of seed, tokens and drafts "
+                f"{kept['drawn_by']}, expected {len(cases)} of {drawn_by}"
+            )
+        return [Got(*one) for one in kept["found"][: len(cases)]]
     found = [decoded(plain, case)[0] for case in cases[: args.apart]]
     for first in range(len(found), len(cases), BLOCK):
         found += decoded(plain, *cases[first : first + BLOCK])
     if args.alone is not None:
         rows = [[one.tokens, one.reasons, one.logprobs] for one in found]
-        args.alone.write_text(json.dumps(rows))
+        args.alone.write_text(json.dumps({"drawn_by": drawn_by, "found": rows}))
     return found
 
 

@@ -274,8 +274,7 @@ class EngineConfig:
             on a CPU and 8,192 on a GPU.
         enable_prefix_caching: whether prompts reuse what was computed for others with their prefix;
             None does. Never with kv_layout "contiguous". With exact "bitwise" only what ends where
-            chunks end is reused, and on a GPU neither that nor preemption is on unless this is
-            True: it was not seen there yet.
+            chunks end is reused.
         prefix_states: number of prefixes whose recurrent states are kept; each takes as much memory
             as a request without its keys and values. None is 64, or fewer where memory is short.
         enforce_eager: whether to run every step on a GPU operator by operator, without CUDA graphs.

@@ -48,9 +48,8 @@ def check_slot(engine: Engine, request: Request, draft_limit: int) -> None:
     prompt, pages = request.prompt_token_ids, list(engine.allocator.pages_of(slot))
     row = pools.page_table[slot].tolist()
     assert row == pages + [-1] * (len(row) - len(pages))
-    rows = len(prompt) + request.limit
-    if engine.scheduler.can_preempt:  # of the prompt, and of what its prefill brings
-        rows = min(len(prompt) + table_rows(engine), rows)
+    # Of the prompt, and of what its prefill brings.
+    rows = len(prompt) + min(table_rows(engine), request.limit)
     assert len(pages) == -(-rows // pools.page_size)
     logged = pools.token_pages[pages].flatten().tolist()
     assert logged[: len(prompt)] == prompt
@@ -73,11 +72,9 @@ def soil(engine: Engine) -> None:
         column[:-1].fill_(2)  # the last row is nobody's
 
 
-@pytest.mark.parametrize("can_preempt", [True, False])
 @torch.inference_mode()
-def test_requests_that_come_together(tiny: TinyCheckpoint, can_preempt: bool) -> None:
+def test_requests_that_come_together(tiny: TinyCheckpoint) -> None:
     engine = LLM(tiny.folder, draft_tokens=3, device="cpu", enable_prefix_caching=False)._engine
-    engine.scheduler.can_preempt = can_preempt
     submitted(engine, [{"max_tokens": 2}] * 3)
     while engine.has_work:  # so that the pools are large enough
         engine.step()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,18 +217,6 @@ def test_a_step_of_which_half_was_said_shows_the_rest(
     for stats in [request.stats for request in requests]:
         pairs = zip(stats.committed_per_step, stats.accepted_per_step, strict=True)
         assert all(accepted <= committed for committed, accepted in pairs)
-
-
-@pytest.mark.parametrize("asked", [None, True, False])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_reuse_and_preemption_have_to_be_asked_for_on_a_gpu(
-    device: str, asked: bool | None
-) -> None:
-    config = EngineConfig(exact="bitwise", device=device, enable_prefix_caching=asked)
-    reuses = resolve._reuses_prefixes(config, torch.device(device))
-    assert reuses == ((device == "cpu") if asked is None else asked)
-    can = resolve.can_preempt(replace(config, enable_prefix_caching=reuses))
-    assert can == (device == "cpu" or reuses)
 
 
 def test_a_mixture_of_experts(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -22,7 +22,7 @@ from hybridspec.engine.isolation import ProcessGuard, torch_defaults
 from hybridspec.engine.memory import make_pools
 from hybridspec.engine.prompt_graphs import capture_prompts
 from hybridspec.engine.request import Request, RequestGroup
-from hybridspec.engine.resolve import can_preempt, resolve
+from hybridspec.engine.resolve import resolve
 from hybridspec.engine.rules import check_params, counted_logprobs, make_options
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
@@ -111,7 +111,6 @@ class Engine:
             self.allocator,
             self.runner,
             max_prompt_rows=self.config.max_num_batched_tokens,
-            can_preempt=can_preempt(self.config),
             is_bitwise=self.config.exact == "bitwise",
         )
         self._ids = itertools.count()

@@ -23,7 +23,7 @@ from hybridspec.models.hybrid import memory_specs
 from hybridspec.models.layers import ATTENTION
 from hybridspec.runtime import MemoryOptions, MemorySpecs
 
-__all__ = ["Resolved", "can_preempt", "model_folder", "resolve"]
+__all__ = ["Resolved", "model_folder", "resolve"]
 
 _log = logging.getLogger("hybridspec")
 
@@ -141,7 +141,7 @@ def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False
             max_model_len=max_len,
             threads=_threads(config.threads, device, model.hidden_size),
             attention_backend="triton" if attention == "pieces" else attention,
-            enable_prefix_caching=_reuses_prefixes(config, device),
+            enable_prefix_caching=_reuses_prefixes(config),
             max_num_seqs=config.max_num_seqs or _most_requests(device),
             max_num_batched_tokens=config.max_num_batched_tokens or _PROMPT_ROWS[device.type],
         ),
@@ -232,26 +232,15 @@ def _with_drafter(config: EngineConfig, *, has_mtp: bool, name: str) -> EngineCo
     return replace(config, drafter=drafter)
 
 
-def _reuses_prefixes(config: EngineConfig, device: torch.device) -> bool:
+def _reuses_prefixes(config: EngineConfig) -> bool:
     """Whether prompts may begin with what was computed of others.
 
-    Where a page holds a whole request none can be shared. Bit for bit it was not seen on a GPU, so
-    there it has to be asked for.
+    Where a page holds a whole request none can be shared.
     """
-    is_on = config.enable_prefix_caching
-    if is_on and config.kv_layout == "contiguous":
+    is_paged = config.kv_layout == "paged"
+    if config.enable_prefix_caching and not is_paged:
         raise ValueError("enable_prefix_caching: True does not go with kv_layout 'contiguous'")
-    if is_on is None:
-        is_on = config.exact == "tokens" or device.type == "cpu"
-    return config.kv_layout == "paged" and is_on
-
-
-def can_preempt(config: EngineConfig) -> bool:
-    """Whether requests may be preempted for want of pages, options resolved.
-
-    Bit for bit that was not seen on a GPU either, and goes with the reuse of prefixes there.
-    """
-    return config.exact == "tokens" or config.device == "cpu" or bool(config.enable_prefix_caching)
+    return is_paged and config.enable_prefix_caching is not False
 
 
 def _most_requests(device: torch.device) -> int:

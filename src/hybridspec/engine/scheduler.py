@@ -41,8 +41,6 @@ class Scheduler:
         allocator: gives them out.
         runner: is told who gets a slot and who leaves it.
         max_prompt_rows: prompt rows of all requests per forward.
-        can_preempt: whether requests may be preempted for want of pages; if not, each takes all
-            that it can ever need when it is admitted.
         is_bitwise: whether a prefill is cut nowhere else than where chunks end, and what a
             preempted request had said is decoded again, not prefilled: else bits would differ.
 
@@ -60,7 +58,6 @@ class Scheduler:
         runner: Runner,
         *,
         max_prompt_rows: int,
-        can_preempt: bool = True,
         is_bitwise: bool = False,
     ) -> None:
         self.allocator = allocator
@@ -81,7 +78,6 @@ class Scheduler:
         rows = min(chunk, max_prompt_rows)
         self.max_chunk = rows - rows % self.chunk_beside
         self.keeps_last_border = device == "cpu"
-        self.can_preempt = can_preempt
         self.is_bitwise = is_bitwise
         self.page_size = allocator.pools.page_size
         self.waiting: deque[Request] = deque()
@@ -146,9 +142,7 @@ class Scheduler:
         prefix = prefixes.find(keys)
         # The prefill brings a token and drafts; who is there already can take a page before that.
         most_drafts = self.runner.decoder.requests.most_drafts
-        tokens = request.max_tokens_in_logs
-        if self.can_preempt:
-            tokens = min(request.num_tokens + most_drafts + 1, tokens)
+        tokens = min(request.num_tokens + most_drafts + 1, request.max_tokens_in_logs)
         growing = sum(one.room < one.max_tokens_in_logs for one in self._live)
         slot = self.allocator.acquire(tokens, prefix=prefix, num_spare=growing)
         if slot is None:
