@@ -69,6 +69,12 @@ ROWS = (
     Setting("row", 64, 16384, 4, 16, 2, 256),
     Setting("row", 32, 8192, 4, 32, 8, 128),
 )
+# Many short requests, as a server has them: 16 / 4 heads of 256, a 9B model's.
+SHORT = tuple(
+    Setting("short", batch, context, rows, 16, 4, 256)
+    for batch, context in ((32, 256), (128, 256), (256, 256), (256, 512), (256, 1024))
+    for rows in (1, 4)
+)
 
 
 def random_settings(number: int, seed: int) -> list[Setting]:
@@ -153,13 +159,19 @@ class Call:
         bounds = self.cu_seqlens.tolist()
         return bounds[:-1], bounds[1:]
 
-    def triton(self, page_size: int, config: launch.LaunchConfig | None = None) -> None:
+    def triton(
+        self,
+        page_size: int,
+        config: launch.LaunchConfig | None = None,
+        *,
+        backend: str = "triton",
+    ) -> None:
         pools, table = self.pages[page_size]
         arguments = (
             self.q, self.k, self.v, *pools, table, self.seq_len, self.cu_seqlens, self.slots,
         )  # fmt: skip
         if config is None:
-            verify(*arguments, max_verify_tokens=self.setting.rows, out=self.out, backend="triton")
+            verify(*arguments, max_verify_tokens=self.setting.rows, out=self.out, backend=backend)
         else:
             rows = Rows(self.q, self.k, self.v, self.out, self.setting.head_dim**-0.5)
             batch = Batch(self.cu_seqlens, self.slots, self.setting.rows)
@@ -247,6 +259,7 @@ def measure(setting: Setting, iterations: int) -> list[dict]:
         f"triton, page {page_size}": lambda page_size=page_size: call.triton(page_size)
         for page_size in PAGE_SIZES
     }
+    runs["pieces, page 16"] = lambda: call.triton(16, backend="pieces")
     runs["fa3, attention only"] = lambda: call.flash_attention(appends=False)
     runs["fa3 with append"] = lambda: call.flash_attention(appends=True)
     for name, run in runs.items():
@@ -277,6 +290,7 @@ def compile_setting(setting: Setting) -> None:
     call = Call(replace(setting, context=256, shortest=0))
     for page_size in PAGE_SIZES:
         call.triton(page_size)
+    call.triton(16, backend="pieces")
     torch.cuda.synchronize()
 
 
@@ -311,6 +325,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=7, help="of the random shapes (default 7)")
     parser.add_argument("--iters", type=int, default=60, help="replays (default 60)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile (default 8)")
+    parser.add_argument("--only", choices=["row", "short", "random"], help="shapes of this kind")
     parser.add_argument("--limit", type=int, help="only the first shapes")
     parser.add_argument("--json", type=Path, help="where to write all rows")
     return parser.parse_args()
@@ -320,7 +335,10 @@ def main() -> None:
     options = parse_arguments()
     need_gpu()
     rows: list[dict] = []
-    settings = [*ROWS, *random_settings(options.random, options.seed)][: options.limit]
+    settings = [*ROWS, *SHORT, *random_settings(options.random, options.seed)]
+    if options.only:
+        settings = [setting for setting in settings if setting.name == options.only]
+    settings = settings[: options.limit]
     compile_all(settings, options.jobs)
     for setting in settings:
         for row in measure(setting, options.iters):
