@@ -188,11 +188,9 @@ def all_alone(args: argparse.Namespace, cases: Sequence[Case], plain: LLM) -> li
     drawn_by = [args.seed, args.max_tokens, args.draft_tokens]  # what the requests depend on
     if args.alone is not None and args.alone.exists():
         kept = json.loads(args.alone.read_text())
+        has = f"{len(kept['found'])} requests of seed, tokens and drafts {kept['drawn_by']}"
         if kept["drawn_by"] != drawn_by or len(kept["found"]) < len(cases):
-            raise SystemExit(
-                f"alone: {args.alone} has {len(kept['found'])} requests of seed, tokens and drafts "
-                f"{kept['drawn_by']}, expected {len(cases)} of {drawn_by}"
-            )
+            raise SystemExit(f"alone: {args.alone} has {has}, expected {len(cases)} of {drawn_by}")
         return [Got(*one) for one in kept["found"][: len(cases)]]
     found = [decoded(plain, case)[0] for case in cases[: args.apart]]
     for first in range(len(found), len(cases), BLOCK):
