@@ -33,12 +33,15 @@ TYPES = {
     "counts_ptr": "*i16",
     "bias_values_ptr": "*fp32",
 }
-SIZES = {"TILES": 128, "GROUP": 2, "LENGTH": 1024, "BLOCK": TILE}
+SIZES = {"TILES": 128, "SHARE": 8, "GROUP": 2, "LENGTH": 1024, "BLOCK": TILE}
 EDITS = ("HAS_COUNTS", "HAS_BIAS", "HAS_WORDS", "HAS_MASKS", "HAS_MASK")
 
 
 # Of a vocabulary of one tile: Triton compiles integers that are 1 in.
-ONE_TILE = {"num_tiles": 1, "tiles_per_program": 1, "TILES": 1, "GROUP": 1, "BLOCK": 512}
+ONE_TILE = {
+    **dict.fromkeys(("num_tiles", "tiles_per_program", "TILES", "SHARE", "GROUP"), 1),
+    "BLOCK": 512,
+}
 
 
 def variants(is_few: bool):
@@ -62,10 +65,15 @@ def variants(is_few: bool):
 if __name__ == "__main__":
     capability, *few = sys.argv[1:]
     options = {"num_warps": 8, "enable_fp_fusion": False}
+    overlapped = {"IS_OVERLAPPED": int(capability) >= 90}
     reports = [
         compiled(
             kernel,
-            {name: value for name, value in constants.items() if name in kernel.arg_names},
+            {
+                name: value
+                for name, value in (constants | overlapped).items()
+                if name in kernel.arg_names
+            },
             TYPES,
             int(capability),
             options,

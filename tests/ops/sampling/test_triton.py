@@ -10,7 +10,7 @@ import pytest
 from helpers.triton_process import EXTENTS, run_with_compiler
 
 HERE = Path(__file__).resolve().parent
-MOST_SPILLED_BYTES = 16  # of a thread; Triton 3.9 stops at 80 registers by itself
+MOST_SPILLED_BYTES = 40  # of a thread; Triton 3.9 stops at 80 registers by itself
 
 
 @pytest.mark.parametrize("words", EXTENTS)

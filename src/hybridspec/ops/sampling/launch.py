@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridspec.ops._triton_support import round_up_to_power_of_two
+from hybridspec.ops._triton_support import capability, round_up_to_power_of_two
 from hybridspec.ops.sampling.call import Rows, Text
 from hybridspec.ops.sampling.mass import TILE
 from hybridspec.ops.sampling.table import SamplingTable, SamplingUses
@@ -125,28 +125,34 @@ def choose(
     open_rows = (scratch.modes, scratch.facts, scratch.candidates)
     sizes = {"vocab": vocab, "num_tiles": num_tiles, "row_stride": logits.stride(0)}
     switches = {"HAS_NOISE": uses.has_noise, "HAS_FILTERS": has_filters}
-    options = {"BLOCK": block, "num_warps": config.num_warps, **_EXACT}
+    is_overlapped = capability(logits) >= (9, 0)
+    options = {"BLOCK": block, "IS_OVERLAPPED": is_overlapped, **_EXACT}
+    # The scan is not launched early, so what ran before the call has ended when others begin.
+    behind = {**options, **({"launch_pdl": True} if is_overlapped else {})}
     padded = round_up_to_power_of_two(num_tiles)
     with torch.cuda.device_of(logits):
         triton_choose.scan_kernel[grid](
             *columns, table.top_k, table.min_p, *tiles, scratch.tokens, scratch.chunks,
             tiles_per_program=config.tiles_per_program, **sizes, **switches, **options,
+            num_warps=config.num_warps,
         )  # fmt: skip
         triton_choose.pick_kernel[(num_rows,)](
             *columns, *filters, *tiles, scratch.tokens, scratch.chunks, out, *open_rows,
-            scratch.sums, **sizes, **switches, TILES=padded,
-            **(options | {"num_warps": config.pick_warps}),
+            scratch.sums, **sizes, **switches, TILES=padded, **behind,
+            num_warps=config.pick_warps,
         )  # fmt: skip
         if not has_filters:
             return
-        options |= {"TILES": padded, "LENGTH": _LIST}
+        behind |= {"LENGTH": _LIST}
         triton_weigh.weigh_kernel[(num_rows, config.num_splits)](
             logits, scratch.peaks, scratch.masses, scratch.modes, scratch.facts, scratch.sums,
-            scratch.lists, **sizes, **(options | {"num_warps": config.weigh_warps}),
+            scratch.lists, **sizes, **behind, num_warps=config.weigh_warps,
+            SHARE=round_up_to_power_of_two(-(-num_tiles // config.num_splits)),
         )  # fmt: skip
         triton_weigh.settle_kernel[(num_rows,)](
             *columns, *filters, *tiles, *open_rows, scratch.sums, scratch.lists, out,
-            **sizes, **(options | {"num_warps": config.settle_warps}), GROUP=min(_ALONE, padded),
+            **sizes, **behind, num_warps=config.settle_warps, TILES=padded,
+            GROUP=min(_ALONE, padded),
         )  # fmt: skip
 
 

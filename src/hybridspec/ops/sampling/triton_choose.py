@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hybridspec.ops.sampling.triton_rows import (
     BROKEN,
@@ -81,8 +82,11 @@ def scan_kernel(
     peaks_ptr, masses_ptr, ratios_ptr, tokens_ptr, chunks_ptr,
     vocab, num_tiles, tiles_per_program, row_stride,
     HAS_NOISE: tl.constexpr, HAS_FILTERS: tl.constexpr, BLOCK: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Largest logit of each tile; its token, or its mass and a bound of its scores."""
+    if IS_OVERLAPPED:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * tiles_per_program
     last = tl.minimum(first + tiles_per_program, num_tiles)
@@ -142,91 +146,104 @@ def pick_kernel(
     out_ptr, modes_ptr, facts_ptr, candidates_ptr, sums_ptr,
     vocab, num_tiles, row_stride,
     HAS_NOISE: tl.constexpr, HAS_FILTERS: tl.constexpr, TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Token of each row; of open ones mass, largest logit, c, top_p, and logits of winners."""
+    """Token of each row; of open ones mass, largest logit, c, top_p, and logits of winners.
+
+    The table is read while the scan still runs.
+    """
+    if IS_OVERLAPPED:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     chosen = tl.full([], -1, tl.int32)
     mode = tl.full([], 0, tl.int32)
-    if slot >= 0:
-        tiles = tl.arange(0, TILES)
-        at = row * num_tiles + tiles
+    tiles = tl.arange(0, TILES)
+    at = row * num_tiles + tiles
+    temperature = 0.0
+    if HAS_NOISE:
+        temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0)
+    if temperature > 0:
+        inverse, scale, seed, position = load_columns(
+            row, slot, offsets_ptr, seq_len_ptr, temperature_ptr, seed_ptr
+        )
+        top_k = tl.load(top_k_ptr + slot) if HAS_FILTERS else 0
+        top_p = tl.load(top_p_ptr + slot) if HAS_FILTERS else 1.0
+        min_p = tl.minimum(tl.load(min_p_ptr + slot), 1.0) if HAS_FILTERS else 0.0
+        if IS_OVERLAPPED:
+            gdc_wait()
+        row_ptr = logits_ptr + row * row_stride
+        tiles_ptr = peaks_ptr + row * num_tiles
+        facts_ptr += row * FACTS
+        sums_ptr += row * (PIVOTS + 1)
         row_peaks = tl.load(peaks_ptr + at, mask=tiles < num_tiles, other=NOTHING)
         largest = tl.max(row_peaks, 0)
         if (largest > NOTHING) & (largest < BROKEN):
-            temperature = tl.load(temperature_ptr + slot) if HAS_NOISE else 0.0
-            if temperature > 0:
-                row_ptr = logits_ptr + row * row_stride
-                tiles_ptr = peaks_ptr + row * num_tiles
-                facts_ptr += row * FACTS
-                sums_ptr += row * (PIVOTS + 1)
-                inverse, scale, seed, position = load_columns(
-                    row, slot, offsets_ptr, seq_len_ptr, temperature_ptr, seed_ptr
-                )
-                top_k = tl.load(top_k_ptr + slot) if HAS_FILTERS else 0
-                if (top_k > 0) & (top_k < vocab):
-                    mode += LIST
-                    # So many chunks reach this logit, so that as many tokens do.
-                    places = tl.arange(0, TILES * CHUNKS)
-                    chunks = tl.load(
-                        chunks_ptr + row * num_tiles * CHUNKS + places,
-                        mask=places < num_tiles * CHUNKS, other=NOTHING,
-                    )  # fmt: skip
-                    bound = kth_largest(chunks, largest, top_k)
-                    store_facts(facts_ptr, tl.full([], 0.0, tl.float64), largest, scale, 1.0)
-                    tl.store(facts_ptr + 4, bound.to(tl.float64))
-                    tl.store(sums_ptr, 0)
-                    tl.store(sums_ptr + PIVOTS, 0)
-                else:
-                    peaks, known = load_row(
-                        tiles_ptr, ratios_ptr + row * num_tiles, inverse, num_tiles, TILES
-                    )
-                    top_p = tl.load(top_p_ptr + slot) if HAS_FILTERS else 1.0
-                    min_p = tl.minimum(tl.load(min_p_ptr + slot), 1.0) if HAS_FILTERS else 0.0
-                    weights = exp2((peaks - largest) * scale).to(tl.float64)
-                    masses = weights
-                    if HAS_FILTERS:
-                        masses *= tl.load(masses_ptr + at, mask=tiles < num_tiles, other=0.0)
-                    total = tl.sum(masses, 0)
-                    bound = surely_dropped(largest, min_p, scale)
-                    token = chosen
-                    score = tl.full([], BROKEN, tl.float64)
-                    count = 0
-                    is_searching = True
-                    while is_searching:
-                        score, token, logit, known = next_winner(
-                            row_ptr, tiles_ptr, known, bound, score, token, top_p < 1, inverse,
-                            scale, seed, position, vocab, TILES, BLOCK,
-                        )  # fmt: skip
-                        answer = tl.full([], 1, tl.int32)
-                        if HAS_FILTERS:
-                            is_higher = peaks > logit
-                            below = tl.sum(tl.where(is_higher, 0.0, masses), 0)
-                            if (top_p < 1) & (tl.max(is_higher.to(tl.int32), 0) > 0):
-                                above = tl.sum(tl.where(is_higher, weights, 0.0), 0)
-                                answer = verdict(above, below, total, top_p)
-                            if exp2((logit - largest) * scale) < min_p:
-                                answer = tl.full([], 0, tl.int32)
-                            # Those that come after an open one are weighed with it.
-                            if (count > 0) | (answer < 0):
-                                if count == 0:
-                                    mode += WEIGH
-                                    store_facts(facts_ptr, total, largest, scale, top_p)
-                                    tl.store(sums_ptr + PIVOTS, (below * UNITS).to(tl.int64))
-                                tl.store(facts_ptr + 4 + count, logit.to(tl.float64))
-                                tl.store(candidates_ptr + row * PIVOTS + count, token)
-                                tl.store(sums_ptr + count, 0)
-                                count += 1
-                        chosen = tl.where(count > 1, chosen, token)
-                        bound = tl.where((answer == 0) & (count == 0), logit, bound)
-                        is_open = (count > 0) & (count < PIVOTS)
-                        is_searching = is_open | ((answer == 0) & (count == 0))
+            if (top_k > 0) & (top_k < vocab):
+                mode += LIST
+                # So many chunks reach this logit, so that as many tokens do.
+                places = tl.arange(0, TILES * CHUNKS)
+                chunks = tl.load(
+                    chunks_ptr + row * num_tiles * CHUNKS + places,
+                    mask=places < num_tiles * CHUNKS, other=NOTHING,
+                )  # fmt: skip
+                bound = kth_largest(chunks, largest, top_k)
+                store_facts(facts_ptr, tl.full([], 0.0, tl.float64), largest, scale, 1.0)
+                tl.store(facts_ptr + 4, bound.to(tl.float64))
+                tl.store(sums_ptr, 0)
+                tl.store(sums_ptr + PIVOTS, 0)
             else:
-                row_tokens = tl.load(tokens_ptr + at, mask=tiles < num_tiles, other=0)
-                peak, tile = tl.max(
-                    row_peaks, 0, return_indices=True, return_indices_tie_break_left=True
+                peaks, known = load_row(
+                    tiles_ptr, ratios_ptr + row * num_tiles, inverse, num_tiles, TILES
                 )
+                weights = exp2((peaks - largest) * scale).to(tl.float64)
+                masses = weights
+                if HAS_FILTERS:
+                    masses *= tl.load(masses_ptr + at, mask=tiles < num_tiles, other=0.0)
+                total = tl.sum(masses, 0)
+                bound = surely_dropped(largest, min_p, scale)
+                token = chosen
+                score = tl.full([], BROKEN, tl.float64)
+                count = 0
+                is_searching = True
+                while is_searching:
+                    score, token, logit, known = next_winner(
+                        row_ptr, tiles_ptr, known, bound, score, token, top_p < 1, inverse, scale,
+                        seed, position, vocab, TILES, BLOCK,
+                    )  # fmt: skip
+                    answer = tl.full([], 1, tl.int32)
+                    if HAS_FILTERS:
+                        is_higher = peaks > logit
+                        below = tl.sum(tl.where(is_higher, 0.0, masses), 0)
+                        if (top_p < 1) & (tl.max(is_higher.to(tl.int32), 0) > 0):
+                            above = tl.sum(tl.where(is_higher, weights, 0.0), 0)
+                            answer = verdict(above, below, total, top_p)
+                        if exp2((logit - largest) * scale) < min_p:
+                            answer = tl.full([], 0, tl.int32)
+                        # Those that come after an open one are weighed with it.
+                        if (count > 0) | (answer < 0):
+                            if count == 0:
+                                mode += WEIGH
+                                store_facts(facts_ptr, total, largest, scale, top_p)
+                                tl.store(sums_ptr + PIVOTS, (below * UNITS).to(tl.int64))
+                            tl.store(facts_ptr + 4 + count, logit.to(tl.float64))
+                            tl.store(candidates_ptr + row * PIVOTS + count, token)
+                            tl.store(sums_ptr + count, 0)
+                            count += 1
+                    chosen = tl.where(count > 1, chosen, token)
+                    bound = tl.where((answer == 0) & (count == 0), logit, bound)
+                    is_open = (count > 0) & (count < PIVOTS)
+                    is_searching = is_open | ((answer == 0) & (count == 0))
+    else:
+        if IS_OVERLAPPED:
+            gdc_wait()
+        if slot >= 0:
+            row_peaks = tl.load(peaks_ptr + at, mask=tiles < num_tiles, other=NOTHING)
+            row_tokens = tl.load(tokens_ptr + at, mask=tiles < num_tiles, other=0)
+            largest, tile = tl.max(
+                row_peaks, 0, return_indices=True, return_indices_tie_break_left=True
+            )
+            if (largest > NOTHING) & (largest < BROKEN):
                 chosen = tl.max(tl.where(tiles == tile, row_tokens, -1), 0)
     tl.store(out_ptr + row, chosen.to(tl.int64))
     if HAS_FILTERS:

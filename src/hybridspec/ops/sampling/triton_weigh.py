@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hybridspec.ops.sampling.triton_choose import FACTS, LIST, PIVOTS, UNITS
+from hybridspec.ops.sampling.triton_choose import FACTS, LIST, PIVOTS, UNITS, WEIGH
 from hybridspec.ops.sampling.triton_rows import (
     BROKEN,
     kth_largest,
@@ -167,22 +168,32 @@ def settle_list(
 
 
 @triton.jit
-def add_weights(x, peak, mass, facts_ptr, sums_ptr, largest, scale, low):
+def add_three(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c
+
+
+@triton.jit
+def add_weights(x, peak, mass, pivots, sums_ptr, largest, scale):
     """Add what a tile has above the row's winners and below the first; return all found below."""
+    first, second, third = pivots
     roots = tl.exp2((x - peak) * (0.5 * scale))
     powers = roots * roots
+    above, above_second, above_third = tl.reduce(
+        (
+            tl.where(x > first, powers, 0.0),
+            tl.where(x > second, powers, 0.0),
+            tl.where(x > third, powers, 0.0),
+        ),
+        0,
+        add_three,
+    )
     weight = exp2((peak - largest) * scale).to(tl.float64) * UNITS
-    above = tl.sum(tl.where(x > low, powers, 0.0), 0)
-    # Never less than nothing, so that what is enough stays enough.
-    below = tl.maximum(mass - above, 0.0)
-    units = (below * weight).to(tl.int64)
-    known = units + tl.atomic_add(sums_ptr + PIVOTS, units, sem="relaxed")
     tl.atomic_add(sums_ptr, (above * weight).to(tl.int64), sem="relaxed")
-    for j in tl.static_range(1, PIVOTS):
-        pivot = tl.load(facts_ptr + 4 + j).to(tl.float32)
-        if pivot > low:  # else it is dropped with the first one
-            above = tl.sum(tl.where(x > pivot, powers, 0.0), 0)
-            tl.atomic_add(sums_ptr + j, (above * weight).to(tl.int64), sem="relaxed")
+    tl.atomic_add(sums_ptr + 1, (above_second * weight).to(tl.int64), sem="relaxed")
+    tl.atomic_add(sums_ptr + 2, (above_third * weight).to(tl.int64), sem="relaxed")
+    # Never less than nothing, so that what is enough stays enough.
+    units = (tl.maximum(mass - above, 0.0) * weight).to(tl.int64)
+    known = units + tl.atomic_add(sums_ptr + PIVOTS, units, sem="relaxed")
     return known.to(tl.float64) * (1.0 / UNITS)
 
 
@@ -193,55 +204,59 @@ def weigh_kernel(
     # outputs [N, PIVOTS + 1], [N, LENGTH]
     sums_ptr, lists_ptr,
     vocab, num_tiles, row_stride,
-    TILES: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr,
+    SHARE: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Read some tiles of a row that `pick_kernel` left open, one ahead of the one worked on."""
+    """Read a share of the tiles of a row that `pick_kernel` left open, the next one ahead."""
+    if IS_OVERLAPPED:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    split, num_splits = tl.program_id(1), tl.num_programs(1)
     mode = tl.load(modes_ptr + row)
     if mode > 0:
         row_ptr = logits_ptr + row * row_stride
         facts_ptr += row * FACTS
         sums_ptr += row * (PIVOTS + 1)
-        peaks_ptr += row * num_tiles
-        masses_ptr += row * num_tiles
         total = tl.load(facts_ptr)
         largest = tl.load(facts_ptr + 1).to(tl.float32)
         scale = tl.load(facts_ptr + 2).to(tl.float32)
         top_p = tl.load(facts_ptr + 3)
         low = tl.load(facts_ptr + 4).to(tl.float32)
+        pivots = (low, low, low)
+        if mode == WEIGH:
+            second = tl.load(facts_ptr + 5).to(tl.float32)
+            pivots = (low, second, tl.load(facts_ptr + 6).to(tl.float32))
+        tiles = tl.program_id(1) + tl.arange(0, SHARE) * tl.num_programs(1)
+        at = row * num_tiles + tiles
+        peaks = tl.load(peaks_ptr + at, mask=tiles < num_tiles, other=NOTHING)
+        masses = tl.load(masses_ptr + at, mask=tiles < num_tiles, other=0.0)
         # Other programs add to this. An atomic operation gives all threads the same answer.
         known = tl.atomic_add(sums_ptr + PIVOTS, 0, sem="relaxed")
         enough = known.to(tl.float64) * (1.0 / UNITS)
-        tiles = tl.arange(0, TILES)
-        places = tl.arange(0, BLOCK)
-        peaks = tl.load(peaks_ptr + tiles, mask=tiles < num_tiles, other=NOTHING)
         is_wanted = (peaks > low) | ((mode == LIST) & (peaks == low) & (peaks > NOTHING))
-        is_mine = is_wanted & (tiles % num_splits == split)
-        order = tl.where(is_mine, tiles, num_tiles)
-        tile = tl.min(order, 0)
-        x = tl.load(
-            row_ptr + tile * BLOCK + places, mask=tile * BLOCK + places < vocab, other=NOTHING
-        )
+        order = tl.where(is_wanted, tiles, num_tiles)
         # Where enough lies below the first winner it stays.
         is_open = (mode == LIST) | (verdict(0.0, enough, total, top_p) != 1)
-        while (tile < num_tiles) & is_open:
-            index = tile * BLOCK + places
+        tile = tl.where(is_open, tl.min(order, 0), num_tiles)
+        places = tl.arange(0, BLOCK)
+        index = tile * BLOCK + places
+        x = tl.load(row_ptr + index, mask=index < vocab, other=NOTHING)
+        while tile < num_tiles:
             following = tl.min(tl.where(order > tile, order, num_tiles), 0)
             ahead = following * BLOCK + places
             next_x = tl.load(row_ptr + ahead, mask=ahead < vocab, other=NOTHING)
             if mode == LIST:
+                index = tile * BLOCK + places
                 is_listed = (x >= low) & (x > NOTHING)
                 place = tl.atomic_add(sums_ptr + places * 0, 1, mask=is_listed, sem="relaxed")
                 list_ptr = lists_ptr + row * LENGTH + place
                 tl.store(list_ptr, index, mask=is_listed & (place < LENGTH))
             else:
-                enough = add_weights(
-                    x, tl.load(peaks_ptr + tile), tl.load(masses_ptr + tile), facts_ptr, sums_ptr,
-                    largest, scale, low,
-                )  # fmt: skip
+                is_here = tiles == tile
+                peak = tl.max(tl.where(is_here, peaks, NOTHING), 0)
+                mass = tl.max(tl.where(is_here, masses, 0.0), 0)
+                enough = add_weights(x, peak, mass, pivots, sums_ptr, largest, scale)
                 is_open = verdict(0.0, enough, total, top_p) != 1
-            tile = following
+            tile = tl.where(is_open, following, num_tiles)
             x = next_x
 
 
@@ -276,44 +291,51 @@ def settle_kernel(
     out_ptr,
     vocab, num_tiles, row_stride,
     TILES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr,
+    IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Token of each row that `pick_kernel` left open."""
+    """Token of each row that `pick_kernel` left open; the table is read while others weigh."""
     row = tl.program_id(0).to(tl.int64)
-    mode = tl.load(modes_ptr + row)
-    if mode > 0:
-        slot = tl.load(slots_ptr + row)
-        row_ptr = logits_ptr + row * row_stride
-        peaks_ptr += row * num_tiles
-        facts_ptr += row * FACTS
-        sums_ptr += row * (PIVOTS + 1)
-        tiles = tl.arange(0, TILES)
-        peaks = tl.load(peaks_ptr + tiles, mask=tiles < num_tiles, other=NOTHING)
-        largest = tl.max(peaks, 0)
+    slot = tl.load(slots_ptr + row)
+    temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0)
+    if temperature > 0:
         inverse, scale, seed, position = load_columns(
             row, slot, offsets_ptr, seq_len_ptr, temperature_ptr, seed_ptr
         )
         top_k = tl.load(top_k_ptr + slot)
         top_p = tl.load(top_p_ptr + slot)
         min_p = tl.minimum(tl.load(min_p_ptr + slot), 1.0)
-        token = tl.full([], -1, tl.int32)
-        answer = tl.full([], -1, tl.int32)
-        bound = tl.full([], NOTHING, tl.float32)
-        low = tl.load(facts_ptr + 4).to(tl.float32)
-        if mode == LIST:
-            count = tl.load(sums_ptr)
-            if count <= LENGTH:
-                token, answer = settle_list(
-                    row_ptr, lists_ptr + row * LENGTH, count, top_k, top_p, min_p, largest,
-                    inverse, scale, seed, position, LENGTH,
+        if IS_OVERLAPPED:
+            gdc_wait()
+        mode = tl.load(modes_ptr + row)
+        if mode > 0:
+            row_ptr = logits_ptr + row * row_stride
+            peaks_ptr += row * num_tiles
+            facts_ptr += row * FACTS
+            sums_ptr += row * (PIVOTS + 1)
+            largest = tl.load(facts_ptr + 1).to(tl.float32)
+            token = tl.full([], -1, tl.int32)
+            answer = tl.full([], -1, tl.int32)
+            bound = tl.full([], NOTHING, tl.float32)
+            low = tl.load(facts_ptr + 4).to(tl.float32)
+            if mode == LIST:
+                count = tl.load(sums_ptr)
+                if count <= LENGTH:
+                    token, answer = settle_list(
+                        row_ptr, lists_ptr + row * LENGTH, count, top_k, top_p, min_p, largest,
+                        inverse, scale, seed, position, LENGTH,
+                    )  # fmt: skip
+            else:
+                token, bound, answer = settle_weighed(
+                    facts_ptr, candidates_ptr + row * PIVOTS, sums_ptr, top_p, min_p, largest,
+                    scale,
                 )  # fmt: skip
-        else:
-            token, bound, answer = settle_weighed(
-                facts_ptr, candidates_ptr + row * PIVOTS, sums_ptr, top_p, min_p, largest, scale
-            )  # fmt: skip
-        if answer != 1:
-            token = settle_alone(
-                row_ptr, peaks_ptr, masses_ptr + row * num_tiles, ratios_ptr + row * num_tiles,
-                bound, low, top_k, top_p, min_p, inverse, scale, seed, position, num_tiles, vocab,
-                TILES, GROUP, BLOCK,
-            )  # fmt: skip
-        tl.store(out_ptr + row, token.to(tl.int64))
+            if answer != 1:
+                token = settle_alone(
+                    row_ptr, peaks_ptr, masses_ptr + row * num_tiles, ratios_ptr + row * num_tiles,
+                    bound, low, top_k, top_p, min_p, inverse, scale, seed, position, num_tiles,
+                    vocab, TILES, GROUP, BLOCK,
+                )  # fmt: skip
+            tl.store(out_ptr + row, token.to(tl.int64))
+    else:
+        if IS_OVERLAPPED:
+            gdc_wait()
