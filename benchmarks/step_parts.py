@@ -79,8 +79,9 @@ def step_parts(
     """Split the wall time of a step into milliseconds by part; the sum is the wall time.
 
     The graphs of a running batch are replayed, with the profiler and without: what kernels leave of
-    the time of a replay is "between kernels" (less than nothing where they overlap), what a replay
-    leaves of the wall time is "host".
+    the time of a replay is "between kernels", what a replay leaves of the wall time is "host".
+    Launches that overlap, as the two of attention, are counted in full: what they share is taken
+    off between kernels, which is then less than nothing.
 
     Args:
         llm: an engine with graphs.
