@@ -103,17 +103,25 @@ def choose_backends(
     for op in (ATTENTION, PROMPT_ATTENTION):
         choices.setdefault(op, ("reference", "no layer attends"))
     if model.moe is not None:
-        refusals = MoeMlp.refusals(model, device, specs.options.dtype)
-        choices[EXPERTS] = (
-            _ordered_choice(EXPERTS, refusals)
-            if is_ordered
-            else _choice(refusals, "auto", is_asked_for=False)
-        )
+        choices[EXPERTS] = _experts_choice(model, device, specs.options.dtype, is_ordered)
     if is_ordered:
         choices[PRODUCTS] = ("ordered", _IN_ORDER)
     choices["sampling"] = _choice(explain_choose(device), "auto", is_asked_for=False)
     _log.info("attention: %s, prompts: %s", choices[ATTENTION][0], choices[PROMPT_ATTENTION][0])
     return choices
+
+
+def _experts_choice(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, is_ordered: bool
+) -> tuple[str, str]:
+    """Return what mixes the experts of few rows, and who serves a row alone."""
+    refusals, alone = MoeMlp.refusals(model, device, dtype)
+    if is_ordered:
+        return _ordered_choice(EXPERTS, refusals)
+    name, reason = _choice(refusals, "auto", is_asked_for=False)
+    if device.type == "cuda":
+        reason += f"; a row alone: {', '.join(_choice(alone, 'auto', is_asked_for=False))}"
+    return name, reason
 
 
 def _ordered_choice(op: str, refusals: Mapping[str, str | None]) -> tuple[str, str]:

@@ -57,8 +57,12 @@ class MoeMlp:
     @staticmethod
     def refusals(
         config: ModelConfig, device: torch.device, dtype: torch.dtype
-    ) -> dict[str, str | None]:
-        """Ask each backend of the experts why it would not serve a row; None where it would."""
+    ) -> tuple[dict[str, str | None], dict[str, str | None]]:
+        """Ask each backend of the experts why it would not serve a row; None where it would.
+
+        Returns:
+            What those of `ops.experts.mix` say, and those of `ops.experts.norm_and_mix`.
+        """
         moe, size = config.moe, config.hidden_size
         assert moe is not None
         count, inner, shared = moe.num_experts, moe.expert_ffn_size, moe.shared_ffn_size
@@ -73,8 +77,11 @@ class MoeMlp:
             rows(2 * shared, size),
             rows(size, shared),
         )
-        x = rows(1, size)
-        return experts.explain(x, rows(1, count + 1), matrices, x, moe.experts_per_token)
+        x, per_row = rows(1, size), moe.experts_per_token
+        return (
+            experts.explain(x, rows(1, count + 1), matrices, x, per_row),
+            experts.explain_norm_and_mix(x, x[0].float(), rows(count + 1, size), matrices, per_row),
+        )
 
     def forward(self, x: Tensor, norm: RmsNorm) -> Tensor:
         """Return x + mixture(norm(x)), [N, D], in place of `x`."""
