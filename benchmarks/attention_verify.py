@@ -251,6 +251,24 @@ class Call:
         )  # fmt: skip
 
 
+def other_launches(setting: Setting) -> dict[str, launch.LaunchConfig]:
+    """Launches of many short requests with more programs than are chosen, page size 16."""
+    if setting.name != "short":
+        return {}
+    device = torch.cuda.get_device_properties(0)
+    group = setting.num_query_heads // setting.num_heads
+    chosen = launch.choose_launch(
+        (device.major, device.minor), device.multi_processor_count, setting.rows * group,
+        setting.head_dim, getattr(torch, setting.dtype).itemsize,
+    )  # fmt: skip
+    return {
+        f"blocks of {keys}, {stages} stages, {factor} x programs": replace(
+            chosen, block_n=keys, num_stages=stages, num_programs=factor * chosen.num_programs
+        )
+        for keys, stages, factor in ((32, 3, 2), (32, 4, 2), (64, 2, 2), (32, 2, 3), (64, 3, 4))
+    }
+
+
 def measure(setting: Setting, iterations: int) -> list[dict]:
     """Check, then time all variants of a setting in one interleaved run."""
     call = Call(setting)
@@ -260,6 +278,8 @@ def measure(setting: Setting, iterations: int) -> list[dict]:
         for page_size in PAGE_SIZES
     }
     runs["pieces, page 16"] = lambda: call.triton(16, backend="pieces")
+    for name, config in other_launches(setting).items():
+        runs[name] = lambda config=config: call.triton(16, config)
     runs["fa3, attention only"] = lambda: call.flash_attention(appends=False)
     runs["fa3 with append"] = lambda: call.flash_attention(appends=True)
     for name, run in runs.items():
@@ -291,6 +311,8 @@ def compile_setting(setting: Setting) -> None:
     for page_size in PAGE_SIZES:
         call.triton(page_size)
     call.triton(16, backend="pieces")
+    for config in other_launches(setting).values():
+        call.triton(16, config)
     torch.cuda.synchronize()
 
 
