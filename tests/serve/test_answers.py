@@ -18,9 +18,15 @@ from hybridspec.engine.text import Text
 from hybridspec.models import load_tokenizer
 from hybridspec.ops.sampling import NO_TOKEN
 from hybridspec.runtime import SlotOptions
-from hybridspec.serve.answers import ChatPlan, answer_chat, stream_chat
+from hybridspec.serve.answers import (
+    ChatPlan,
+    answer_chat,
+    answer_completion,
+    stream_chat,
+    stream_completion,
+)
 from hybridspec.serve.errors import ApiError
-from hybridspec.serve.fields import ChatBody
+from hybridspec.serve.fields import ChatBody, CompletionBody
 from hybridspec.serve.replies import Head
 from hybridspec.serve.tools import forced_call
 from hybridspec.speculate import Logprob
@@ -42,13 +48,15 @@ class ScriptedStream:
     def __init__(self, tokens: list[int], sizes: list[int], params: SamplingParams) -> None:
         group = RequestGroup(
             request_id=0,
-            prompt="p",
-            prompt_token_ids=[1, 2],
+            prompt="pq",
+            prompt_token_ids=[*b"pq"],
             params=params,
             stop_ids=frozenset({END}),
             limit=10_000,
             tokenizer=TOKENIZER,
+            prompt_logprobs=[None],
         )
+        group.add_prompt_reports([{ord("q"): Logprob(-2.0, 1)}])
         text = Text(TOKENIZER.detokenizer(), tuple(params.stop))
         request = Request(group=group, options=SlotOptions(), text=text)
         start = 0
@@ -149,6 +157,37 @@ def test_pieces_make_the_whole(
         for entry in (chunk["choices"][0].get("logprobs") or {"content": []})["content"]
     ]
     assert reports == single["logprobs"]["content"]
+
+
+@PROFILE
+@given(text=st.text("aEN", max_size=12), sizes=st.lists(st.integers(1, 4), max_size=12))
+def test_offsets_say_where_tokens_are(text: str, sizes: list[int]) -> None:
+    """Also where a step's text is held back, since it may begin a stop string."""
+    params = SamplingParams(stop="END", logprobs=0)
+    stream: Any = ScriptedStream([*text.encode(), END], sizes, params)
+    body = CompletionBody(prompt="pq", logprobs=0)
+
+    async def collect() -> list[bytes]:
+        chunks = stream_completion(body, stream, HEAD, TOKENIZER, params)
+        return [event async for event in chunks]
+
+    events = [event.removeprefix(b"data: ") for event in asyncio.run(collect())[:-1]]
+    reports = [json.loads(event)["choices"][0]["logprobs"] for event in events]
+    joined = {name: [one for report in reports for one in report[name]] for name in reports[0]}
+    [choice] = asyncio.run(answer_completion(body, stream, HEAD, TOKENIZER))["choices"]
+    assert joined == choice["logprobs"]
+    assert joined["tokens"][:-1] == list(text)
+    assert joined["text_offset"] == list(range(len(text) + 1))
+
+
+def test_offsets_begin_with_an_echoed_prompt() -> None:
+    stream: Any = ScriptedStream([*b"ab", END], [], SamplingParams(logprobs=0))
+    body = CompletionBody(prompt="pq", echo=True, logprobs=0)
+    [choice] = asyncio.run(answer_completion(body, stream, HEAD, TOKENIZER))["choices"]
+    assert choice["text"] == "pqab"
+    assert choice["logprobs"]["tokens"][:-1] == ["p", "q", "a", "b"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -1.0, -1.0, -1.0]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
 
 
 def test_a_call_after_reasoning() -> None:

@@ -123,7 +123,7 @@ async def answer_completion(
             choice: dict[str, Any] = {
                 "index": len(choices),
                 "text": text,
-                "logprobs": completion_logprobs(token_ids, reports),
+                "logprobs": completion_logprobs(token_ids, reports, tokenizer),
                 "finish_reason": output.finish_reason,
                 "stop_reason": output.stop_reason,
             }
@@ -176,12 +176,14 @@ def stream_completion(
                     if reports is not None and found is not None:
                         token_ids = request.prompt_token_ids + token_ids
                         reports = [*found, *reports]  # type: ignore[list-item]
-                start = offsets.get(index, 0)
-                offsets[index] = start + len(text)
+                logprobs = completion_logprobs(token_ids, reports, tokenizer, offsets.get(index, 0))
+                if logprobs is not None and token_ids:
+                    # Of the tokens, not of the text handed out: some of it may be held back.
+                    offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
                 choice: dict[str, Any] = {
                     "index": index,
                     "text": text,
-                    "logprobs": completion_logprobs(token_ids, reports, start),
+                    "logprobs": logprobs,
                     **_end(step),
                 }
                 if body.return_token_ids:

@@ -108,21 +108,25 @@ class Marks:
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], reports: Sequence[TokenLogprobs | None] | None, start: int = 0
+    token_ids: Sequence[int],
+    reports: Sequence[TokenLogprobs | None] | None,
+    tokenizer: Tokenizer,
+    start: int = 0,
 ) -> dict[str, Any] | None:
     """Return log-probabilities in the form of completions.
 
     Args:
         token_ids: the tokens.
         reports: their log-probabilities; None for a prompt's first token.
-        start: where their text begins in the answer.
+        tokenizer: names that one; one that begins every text has no name, as it is in no text.
+        start: characters of the tokens before them.
     """
     if reports is None:
         return None
     texts: list[str] = []
     offsets: list[int] = []
     for token, report in zip(token_ids, reports, strict=True):
-        texts.append("" if report is None else _name(report, token))
+        texts.append(tokenizer.decode([token]) if report is None else _name(report, token))
         offsets.append(start)
         start += len(texts[-1])
     pairs = list(zip(token_ids, reports, strict=True))
