@@ -202,8 +202,11 @@ class SamplingPool:
                 continue
             if held.dense_bias is not None:
                 logits[row] += held.dense_bias
-            for *front, last in held.far_words:
-                if len(front) <= len(tokens) and list(tokens[len(tokens) - len(front) :]) == front:
+            for word in held.far_words:
+                size, last = len(word) - 1, word[-1]
+                if size > len(tokens) or tokens[-1] != word[-2]:
+                    continue  # most of them, and a word may have thousands of tokens
+                if list(tokens[len(tokens) - size :]) == list(word[:-1]):
                     if mask is None:
                         mask = torch.full((len(rows), self._num_bits), -1, dtype=torch.int32)
                     mask[row, last >> 5] &= ~_signed_bit(last)

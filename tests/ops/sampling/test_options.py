@@ -10,7 +10,7 @@ import torch
 from helpers.lookup_cases import to_pages
 from helpers.sampling_cases import VOCAB, expected_tokens, random_params, random_prompts
 from hybridspec.config import SamplingParams
-from hybridspec.ops.sampling import choose
+from hybridspec.ops.sampling import choose, cpu
 from hybridspec.runtime import SamplingPool, SlotOptions
 
 
@@ -60,3 +60,23 @@ def test_equals_transformers(seed: int) -> None:
         pool.table, seq_len, drafts, token_pages, page_table, uses=pool.uses(range(5)),
     )  # fmt: skip
     assert found.tolist() == [expected[place] for _, place in rows]
+
+
+def test_a_long_bad_word_is_read_as_far_as_it_is_like_the_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bodies of a server may hold words of many thousand tokens."""
+    reads, real = [], cpu._token_at
+    monkeypatch.setattr(cpu, "_token_at", lambda at, *rest: reads.append(at) or real(at, *rest))
+    text, pool = [5, 6, 7, 7], SamplingPool(1, VOCAB)
+    words = [[*[1] * 5000, 7, 7, 8], [6, 7, 7, 9], [7, 3]]
+    assert pool.write(0, SlotOptions(bad_words=words))
+    token_pages, page_table, seq_len = to_pages([text], 4)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [8, 9, 3]] = torch.tensor([1.0, 2.0, 3.0])
+    found = choose(
+        logits, torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), pool.table,
+        seq_len, torch.full((1, 0), -1), token_pages, page_table, uses=pool.uses([0]),
+    )  # fmt: skip
+    assert found.tolist() == [8]
+    assert len(reads) == 3

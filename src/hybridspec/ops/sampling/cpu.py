@@ -150,9 +150,12 @@ def _forbid_words(
     index = torch.where(is_begun, start[rows].unsqueeze(-1) + place, 0)
     first, last = table.word_bounds[index], table.word_bounds[index + 1] - 1
     for back in range(1, int(torch.where(is_begun, last - first, 0).max()) + 1):
+        is_compared = is_begun & (last - back >= first)
+        if not is_compared.any():
+            break  # a word can be as long as a request's body: most differ from the text at once
         token = _token_at(position - back, mine, seq_len, drafts, token_pages, page_table)
         wanted = table.word_tokens[(last - back).clamp(min=0)]
-        is_begun = is_begun & ((last - back < first) | (wanted == token.unsqueeze(-1)))
+        is_begun = is_begun & (~is_compared | (wanted == token.unsqueeze(-1)))
     tokens = torch.where(is_begun, table.word_tokens[last.clamp(min=0)], 0).long()
     lost = torch.zeros_like(tokens, dtype=x.dtype).masked_fill_(is_begun, -torch.inf)
     x[rows] = x[rows].scatter_add_(-1, tokens, lost)
