@@ -354,6 +354,8 @@ class EngineConfig:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(allowed)}, got {shown(value)}"
                 )
+        if self.acceptance_spread and self.acceptance is None:
+            raise ValueError("acceptance_spread: expected acceptance with it, got none")
         if self.speculation == "off":
             object.__setattr__(self, "draft_tokens", 0)
         flag("dummy_weights", self.dummy_weights)
@@ -363,7 +365,7 @@ class EngineConfig:
                 flag(name, getattr(self, name))
         for name in ("mtp_from", "revision", "tokenizer"):
             optional_text(name, getattr(self, name))
-        self._check_mtp_from()
+        self._check_head_options()
         is_text = isinstance(self.device, str)
         if not is_text or not re.fullmatch("auto|cpu|cuda(:[0-9]{1,4})?", self.device):
             raise ValueError(
@@ -380,10 +382,10 @@ class EngineConfig:
         """Whether the drafter has to say how sure it is."""
         return self.is_dynamic or self.verify_rows is not None
 
-    def _check_mtp_from(self) -> None:
-        if self.mtp_from is None:
-            return
-        if self.drafter not in ("auto", "mtp"):
-            raise ValueError(f"mtp_from: expected drafter 'mtp' with it, got {self.drafter!r}")
-        if self.dummy_weights:
+    def _check_head_options(self) -> None:
+        """Refuse what is about a draft head where none drafts."""
+        for name in ("mtp_from", "draft_vocab"):
+            if getattr(self, name) is not None and self.drafter not in ("auto", "mtp"):
+                raise ValueError(f"{name}: expected drafter 'mtp' with it, got {self.drafter!r}")
+        if self.mtp_from is not None and self.dummy_weights:
             raise ValueError("mtp_from: expected no dummy_weights with it, got both")

@@ -93,6 +93,7 @@ def test_no_speculation_is_zero_drafts() -> None:
         ("generate --acceptance 0.8,1.5", "acceptance: expected a number in [0, 1], got 1.5"),
         ("generate --acceptance-spread 0.1", "--acceptance-spread: needs --acceptance"),
         ("serve --no-speculation --acceptance 0.8", "--no-speculation and --acceptance: give one"),
+        ("serve --no-speculation --draft-vocab a", "--no-speculation and --draft-vocab: give one"),
         ("serve --speculation off --draft-tokens 2", "--speculation off and --draft-tokens: give"),
         ("generate --no-speculation --speculation dynamic", "--no-speculation and --speculation d"),
         ("generate --speculation sometimes", "--speculation"),

@@ -298,6 +298,11 @@ def test_progress_of_loading(base: Path) -> None:
         ({"mtp_from": 3}, TypeError, "^mtp_from: expected a text, got 3"),
         ({"mtp_from": "a", "drafter": "lookup"}, ValueError, "^mtp_from: expected drafter 'mtp'"),
         ({"mtp_from": "a", "dummy_weights": True}, ValueError, "^mtp_from: expected no dummy"),
+        ({"draft_vocab": [1], "drafter": "lookup"}, ValueError, "^draft_vocab: expected drafter"),
+        ({"draft_vocab": "\0"}, ValueError, "^draft_vocab: .*cannot be read"),
+        ({"draft_vocab": "\ud800"}, ValueError, "^draft_vocab: .*cannot be read"),
+        ({"acceptance": 0.5}, TypeError, "^acceptance: expected a list of numbers, got 0.5"),
+        ({"acceptance_spread": 0.5}, ValueError, "^acceptance_spread: expected acceptance"),
         ({"dummy_weights": 1}, TypeError, "^dummy_weights: expected a bool, got 1"),
     ],
 )
@@ -306,6 +311,19 @@ def test_wrong_options(
 ) -> None:
     with pytest.raises(error, match=message):
         LLM(base, device="cpu", **options)
+
+
+def test_a_trimmed_vocabulary_without_a_head(tuned: Path) -> None:
+    with pytest.raises(ValueError, match=r"^draft_vocab: expected a model with a draft head"):
+        LLM(tuned, device="cpu", draft_vocab=[1])
+
+
+def test_plain_decoding_leaves_out_what_is_about_drafts(
+    base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM(base, device="cpu", draft_tokens=0, draft_vocab=[1], acceptance=[0.5])
+    assert (llm.config.draft_vocab, llm.config.acceptance) == (None, None)
+    assert "synthetic" not in caplog.text
 
 
 def test_loading_needs_no_gradients(base: Path) -> None:
@@ -346,5 +364,7 @@ def test_files_of_a_trimmed_vocabulary(base: Path, tmp_path: Path) -> None:
         draft_vocabulary(str(tmp_path / "none"), None, 9)
     with pytest.raises(ValueError, match="the model has no tokenizer"):
         draft_vocabulary(str(tmp_path / "text"), None, 9)
+    read: list[int] = []
     with pytest.raises(ValueError, match="^draft_vocab: expected ids in 0..96, got 97"):
-        LLM(base, device="cpu", draft_vocab=[97])
+        LLM(base, device="cpu", draft_vocab=[97], on_progress=lambda done, _: read.append(done))
+    assert not read, "weights were read first"

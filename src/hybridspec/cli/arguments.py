@@ -82,6 +82,7 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
         "--verify-rows": arguments.verify_rows is not None,
         "--acceptance": arguments.acceptance is not None,
         "--speculation dynamic": arguments.speculation == "dynamic",
+        "--draft-vocab": getattr(arguments, "draft_vocab", None) is not None,
     }
     for one, is_plain in plain.items():
         for other, is_given in speculative.items():

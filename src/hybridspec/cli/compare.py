@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = _prompts(arguments)
     # The first engine must leave the second one its share of a GPU's memory.
     share = arguments.memory_fraction / 2
-    plain = loading.open_engine(arguments, draft_tokens=0, acceptance=None, memory_fraction=share)
+    plain = loading.open_engine(arguments, draft_tokens=0, memory_fraction=share)
     speculative = loading.open_engine(arguments)
     with usage_errors():
         for prompt in prompts:

@@ -46,7 +46,7 @@ def draft_vocabulary(
 def _read(path: Path, tokenizer: Tokenizer | None) -> list[int]:
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # also a name that no file can have
         raise ValueError(f"draft_vocab: {path} cannot be read: {error}") from error
     if path.suffix != ".json":
         if tokenizer is None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybridspec.config import EngineConfig
-from hybridspec.engine.draft_vocabulary import draft_vocabulary
-from hybridspec.models import HybridModel, Tokenizer
+from hybridspec.models import HybridModel
 from hybridspec.runtime import Pools
 from hybridspec.speculate import (
     Drafter,
@@ -22,14 +23,20 @@ def make_drafter(
     config: EngineConfig,
     model: HybridModel,
     pools: Pools,
-    tokenizer: Tokenizer | None,
+    words: Sequence[int] | None,
     given: ListDrafter | None,
 ) -> Drafter:
-    """Return the drafter that was given, or the one that a resolved config names."""
+    """Return the drafter that was given, or the one that a resolved config names.
+
+    Args:
+        config: which one.
+        model, pools: of a draft head.
+        words: tokens that it chooses from; None is all.
+        given: the caller's.
+    """
     if given is not None:
         return DraftsFromLists(given)
     if config.drafter == "mtp":
-        words = draft_vocabulary(config.draft_vocab, tokenizer, model.config.vocab_size)
         return MtpDrafter(model, pools, words)
     if config.drafter == "lookup":
         return LookupDrafter()

@@ -15,6 +15,7 @@ import torch
 
 from hybridspec.config import EngineConfig, SamplingParams
 from hybridspec.engine.counters import Counters
+from hybridspec.engine.draft_vocabulary import draft_vocabulary
 from hybridspec.engine.drafting import make_drafter
 from hybridspec.engine.exactness import check_products, is_row_by_row
 from hybridspec.engine.interrupts import interrupts_wait
@@ -29,7 +30,7 @@ from hybridspec.engine.scheduler import Scheduler
 from hybridspec.engine.sizing import capture_steps, first_calibration, make_policy, step_sizes
 from hybridspec.engine.text import Text
 from hybridspec.errors import CapacityError, CheckpointError, UnsupportedError
-from hybridspec.models import HybridModel, OnProgress, load_model, load_tokenizer
+from hybridspec.models import HybridModel, ModelConfig, OnProgress, load_model, load_tokenizer
 from hybridspec.models.generation import end_token_ids
 from hybridspec.models.layers import ATTENTION
 from hybridspec.models.mlp import EXPERTS
@@ -72,6 +73,13 @@ class Engine:
         self.config = self.resolved.config
         if config.dummy_weights:
             _log.warning("dummy weights: %s is filled with random numbers", folder)
+        # Before the weights, whose reading takes long: what is wrong here is told at once.
+        self.tokenizer_folder = self.resolved.tokenizer_folder
+        self.tokenizer = load_tokenizer(self.tokenizer_folder)
+        if config.tokenizer is not None and self.tokenizer is None:
+            raise CheckpointError(f"{self.tokenizer_folder}: expected tokenizer.json, found none")
+        vocab_size = ModelConfig.from_folder(folder).vocab_size
+        words = draft_vocabulary(self.config.draft_vocab, self.tokenizer, vocab_size)
         self.model: HybridModel = load_model(
             folder,
             dtype=self.resolved.dtype,
@@ -81,16 +89,12 @@ class Engine:
             has_dummy_weights=config.dummy_weights,
             on_progress=on_progress,
         )
-        self.tokenizer_folder = self.resolved.tokenizer_folder
-        self.tokenizer = load_tokenizer(self.tokenizer_folder)
-        if config.tokenizer is not None and self.tokenizer is None:
-            raise CheckpointError(f"{self.tokenizer_folder}: expected tokenizer.json, found none")
         self.eos_token_ids = end_token_ids(
             folder, self.model.config.eos_token_ids, self.tokenizer, self.tokenizer_folder
         )
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self.pools, self.allocator = make_pools(self.resolved)
-        decoder, graphs, prompts = self._decoder(drafter), None, None
+        decoder, graphs, prompts = self._decoder(drafter, words), None, None
         sizes = step_sizes(self.allocator, self.config)
         check_products(self.model, [rows for budgets in sizes.values() for rows in budgets])
         if self._can_capture(drafter):
@@ -129,7 +133,7 @@ class Engine:
             raise UnsupportedError("capture_prompts: no step of this engine is captured")
         return can
 
-    def _decoder(self, drafter: ListDrafter | None) -> Decoder:
+    def _decoder(self, drafter: ListDrafter | None, words: Sequence[int] | None) -> Decoder:
         """Put together what steps work on."""
         pools, forced = self.pools, None
         if self.config.acceptance is not None:
@@ -151,7 +155,7 @@ class Engine:
                 num_count_rows=min(pools.num_slots, PENALTY_ROWS),
                 device=pools.device,
             ),
-            drafter=make_drafter(self.config, self.model, pools, self.tokenizer, drafter),
+            drafter=make_drafter(self.config, self.model, pools, words, drafter),
             forced=forced,
             is_row_by_row=is_row_by_row(self.config, pools.device),
             calibration=first_calibration(self.config, pools.device),

@@ -135,7 +135,7 @@ class LLM:
             draft_tokens=draft_tokens,
             speculation=speculation,
             verify_rows=verify_rows,
-            acceptance=None if acceptance is None else tuple(acceptance),
+            acceptance=acceptance,  # type: ignore[arg-type]
             acceptance_spread=acceptance_spread,
             drafter=drafter,
             mtp_from=str(mtp_from) if isinstance(mtp_from, Path) else mtp_from,

@@ -10,6 +10,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -80,6 +81,16 @@ def model_folder(
     return find_model(model, only=only, has_weights=has_weights, revision=revision)
 
 
+# Options of an engine that decodes plainly; what is about drafts means nothing there.
+_NO_DRAFTS: dict[str, Any] = {
+    "drafter": "none",
+    "mtp_from": None,
+    "draft_vocab": None,
+    "draft_tokens": 0,
+    "speculation": "off",
+    "acceptance": None,
+    "acceptance_spread": 0.0,
+}
 _PROMPT_ROWS = {"cpu": 2048, "cuda": 8192}  # of a forward pass
 
 
@@ -211,7 +222,7 @@ def _with_drafter(config: EngineConfig, *, has_mtp: bool, name: str) -> EngineCo
     """Return the config with the drafter chosen, and without drafts where there is none."""
     drafter = config.drafter
     if config.draft_tokens == 0 or drafter == "none":
-        return replace(config, drafter="none", mtp_from=None, draft_tokens=0, speculation="off")
+        return replace(config, **_NO_DRAFTS)
     if not has_mtp:
         if drafter == "mtp":
             raise ValueError(
@@ -225,6 +236,8 @@ def _with_drafter(config: EngineConfig, *, has_mtp: bool, name: str) -> EngineCo
                 "(--mtp-from) takes a head from another checkpoint, drafter (--drafter) chooses",
                 name,
             )
+        if config.draft_vocab is not None:
+            raise ValueError(f"draft_vocab: expected a model with a draft head, {name} has none")
     elif drafter == "auto":
         drafter = "mtp"
     origin = f" of {config.mtp_from or name}" if drafter == "mtp" else ""
