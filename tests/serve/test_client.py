@@ -286,6 +286,8 @@ def test_random_options_equal_the_offline_answer(
         ({"prompt": []}, "prompt: expected 1 to 64 prompts"),
         ({"prompt": [1, 300]}, "prompt_token_ids: expected ids in"),
         ({"stop": ["a"] * 33}, "stop: expected at most 32 entries"),
+        ({"stop": "a" * 1025}, "stop: expected at most 1024 characters each"),
+        ({"stop": ["a", "b" * 1025]}, "stop: expected at most 1024 characters each"),
         ({"logit_bias": {str(i): 1 for i in range(9000)}}, "logit_bias: expected at most 8192"),
         ({"suffix": "x"}, "suffix: not supported"),
         ({"best_of": 2}, "best_of: not supported"),

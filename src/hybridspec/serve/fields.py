@@ -79,6 +79,7 @@ class Limits(BaseModel):
     body_bytes: int = 8 << 20
     # Entries of lists that each step or token looks through.
     stop: int = 32
+    stop_chars: int = 1024  # of each
     stop_token_ids: int = 1024
     bad_words: int = 1024
     logit_bias: int = 8192
@@ -230,6 +231,10 @@ def sampling_params(
         value, most = given.get(name), getattr(limits, name)
         if value is not None and not isinstance(value, str) and len(value) > most:
             raise ApiError(400, f"{name}: expected at most {most} entries", param=name)
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or ()
+    if any(len(stop) > limits.stop_chars for stop in stops):
+        message = f"stop: expected at most {limits.stop_chars} characters each"
+        raise ApiError(400, message, param="stop")
     try:
         return replace(defaults, **given)
     except (ValueError, TypeError, NotImplementedError) as error:
