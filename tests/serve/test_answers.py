@@ -190,6 +190,15 @@ def test_offsets_begin_with_an_echoed_prompt() -> None:
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
 
 
+def test_an_echoed_prompt_is_what_was_kept_of_it() -> None:
+    params = SamplingParams(truncate_prompt_tokens=2)
+    stream: Any = ScriptedStream([*b"ab", END], [], params)
+    stream.requests[0].group.prompt = "nopq"
+    body = CompletionBody(prompt="nopq", echo=True, truncate_prompt_tokens=2)
+    [choice] = asyncio.run(answer_completion(body, stream, HEAD, TOKENIZER))["choices"]
+    assert choice["text"] == "pqab"
+
+
 def test_a_call_after_reasoning() -> None:
     tokens = [*f"let me see\n</think>\n\nI look.\n\n{CALL}".encode(), END]
     plan = ChatPlan("p", has_reasoning=True, is_reasoning=True, tools=TOOLS)

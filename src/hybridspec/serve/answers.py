@@ -97,8 +97,11 @@ def _end(step: StepOutput) -> dict[str, Any]:
 
 
 def _prompt_text(request: Request, tokenizer: Tokenizer) -> str:
+    """Return the text that the model was given: of a truncated prompt the end."""
     text = request.group.prompt
-    return tokenizer.decode(request.prompt_token_ids) if text is None else text
+    if text is None or request.params.truncate_prompt_tokens is not None:
+        return tokenizer.decode(request.prompt_token_ids)
+    return text
 
 
 async def answer_completion(
