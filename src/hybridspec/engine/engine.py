@@ -29,7 +29,7 @@ from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
 from hybridspec.engine.sizing import capture_steps, first_calibration, make_policy, step_sizes
 from hybridspec.engine.text import Text
-from hybridspec.errors import CapacityError, CheckpointError, UnsupportedError
+from hybridspec.errors import CapacityError, UnsupportedError
 from hybridspec.models import HybridModel, ModelConfig, OnProgress, load_model, load_tokenizer
 from hybridspec.models.generation import end_token_ids
 from hybridspec.models.layers import ATTENTION
@@ -75,9 +75,8 @@ class Engine:
             _log.warning("dummy weights: %s is filled with random numbers", folder)
         # Before the weights, whose reading takes long: what is wrong here is told at once.
         self.tokenizer_folder = self.resolved.tokenizer_folder
-        self.tokenizer = load_tokenizer(self.tokenizer_folder)
-        if config.tokenizer is not None and self.tokenizer is None:
-            raise CheckpointError(f"{self.tokenizer_folder}: expected tokenizer.json, found none")
+        is_named = config.tokenizer is not None
+        self.tokenizer = load_tokenizer(self.tokenizer_folder, is_required=is_named)
         vocab_size = ModelConfig.from_folder(folder).vocab_size
         words = draft_vocabulary(self.config.draft_vocab, self.tokenizer, vocab_size)
         self.model: HybridModel = load_model(
@@ -117,8 +116,7 @@ class Engine:
             max_prompt_rows=self.config.max_num_batched_tokens,
             is_bitwise=self.config.exact == "bitwise",
         )
-        self._ids = itertools.count()
-        self.lock = threading.Lock()
+        self._ids, self.lock = itertools.count(), threading.Lock()
         self._inbox: deque[Request] = deque()
         self._dropped: deque[Request] = deque()
 

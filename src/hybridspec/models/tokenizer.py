@@ -163,17 +163,23 @@ class Detokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer | None:
+def load_tokenizer(path: str | Path, *, is_required: bool = False) -> Tokenizer | None:
     """Read `tokenizer.json` of a folder.
+
+    Args:
+        path: the folder.
+        is_required: whether there has to be one.
 
     Returns:
         The tokenizer, or None where the folder has none.
 
     Raises:
-        CheckpointError: if the file is broken.
+        CheckpointError: if the file is broken, or required and not there.
     """
     file = Path(path) / "tokenizer.json"
     if not is_there(file):
+        if is_required:
+            raise CheckpointError(f"{path}: expected tokenizer.json, found none")
         return None
     try:
         backend = JsonTokenizer.from_file(str(file))
