@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
+from hybridspec.ops._row_order import explain_rows, random_rows
 from hybridspec.ops.experts.api import mix
 from hybridspec.ops.experts.call import Matrices
 
@@ -19,31 +20,15 @@ def explain_order(matrices: Matrices) -> str | None:
     Args:
         matrices: of a layer, whose shapes and dtype matter; in.
     """
-    most, count, size = 2 * _COUNTS[-1], *matrices.down.shape[:2]
-    like = matrices.down
-    generator = torch.Generator(like.device).manual_seed(0)
+    count, size, inner = matrices.down.shape
+    widths = [size, count + 1, size]
+    drawn = random_rows(2 * _COUNTS[-1], sum(widths), matrices.down).split(widths, dim=1)
+    x, scores, before = (part.contiguous() for part in drawn)
 
-    def random(columns: int) -> torch.Tensor:
-        rows = torch.randn(most, columns, generator=generator, device=like.device)
-        return rows.to(like.dtype)
-
-    x, scores, before = random(size), random(count + 1), random(size)
-
-    def mixed(rows: slice) -> torch.Tensor:
+    def mixed(rows: slice) -> Tensor:
         return mix(
             x[rows], scores[rows], matrices, before[rows].clone(),
             experts_per_row=min(_PER_ROW, count), backend="ordered",
         )  # fmt: skip
 
-    expected = mixed(slice(None))
-    for part in _COUNTS:
-        for first in (0, most - part):
-            rows = slice(first, first + part)
-            found = mixed(rows)
-            if not torch.equal(found, expected[rows]):
-                differing = int((found != expected[rows]).sum())
-                return (
-                    f"mixtures of {part} and {most} rows, {count} experts of "
-                    f"{matrices.down.shape[2]}, differ in {differing} of {found.numel()} values"
-                )
-    return None
+    return explain_rows(mixed, _COUNTS, "mixtures", f", {count} experts of {inner},")

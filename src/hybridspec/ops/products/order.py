@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridspec.ops._row_order import explain_rows, random_rows
 from hybridspec.ops.products.api import multiply
 from hybridspec.ops.products.launch import ROW_COUNTS
 
@@ -23,20 +24,13 @@ def explain_order(weight: Tensor) -> str | None:
     Args:
         weight: [F, D], whose shape and dtype matter; in.
     """
-    most = 2 * ROW_COUNTS[-1]
-    x = _random_rows(most, weight)
-    expected = multiply(x, weight, dtype=torch.float32)
-    for count in ROW_COUNTS:
-        for first in (0, most - count):
-            rows = slice(first, first + count)
-            found = multiply(x[rows], weight, dtype=torch.float32)
-            if not torch.equal(found, expected[rows]):
-                differing = int((found != expected[rows]).sum())
-                return (
-                    f"products of {count} and {most} rows with a weight of "
-                    f"{list(weight.shape)} differ in {differing} of {found.numel()} sums"
-                )
-    return None
+    x = random_rows(2 * ROW_COUNTS[-1], weight.shape[1], weight)
+    return explain_rows(
+        lambda rows: multiply(x[rows], weight, dtype=torch.float32),
+        ROW_COUNTS,
+        "products",
+        f" with a weight of {list(weight.shape)}",
+    )
 
 
 def rows_as_torch(weight: Tensor, counts: Iterable[int]) -> set[int]:
@@ -51,12 +45,6 @@ def rows_as_torch(weight: Tensor, counts: Iterable[int]) -> set[int]:
     asked = sorted(set(counts))
     if not asked:
         return set()
-    x = _random_rows(asked[-1], weight)
+    x = random_rows(asked[-1], weight.shape[1], weight)
     expected = multiply(x, weight)
     return {n for n in asked if torch.equal(F.linear(x[:n], weight), expected[:n])}
-
-
-def _random_rows(count: int, weight: Tensor) -> Tensor:
-    generator = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn(count, weight.shape[1], generator=generator, device=weight.device)
-    return x.to(weight.dtype)
