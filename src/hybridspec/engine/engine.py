@@ -30,7 +30,7 @@ from hybridspec.engine.scheduler import Scheduler
 from hybridspec.engine.sizing import capture_steps, first_calibration, make_policy, step_sizes
 from hybridspec.engine.text import Text
 from hybridspec.errors import CapacityError, UnsupportedError
-from hybridspec.models import HybridModel, ModelConfig, OnProgress, load_model, load_tokenizer
+from hybridspec.models import HybridModel, OnProgress, load_model, load_tokenizer
 from hybridspec.models.generation import end_token_ids
 from hybridspec.models.layers import ATTENTION
 from hybridspec.models.mlp import EXPERTS
@@ -77,7 +77,7 @@ class Engine:
         self.tokenizer_folder = self.resolved.tokenizer_folder
         is_named = config.tokenizer is not None
         self.tokenizer = load_tokenizer(self.tokenizer_folder, is_required=is_named)
-        vocab_size = ModelConfig.from_folder(folder).vocab_size
+        vocab_size = self.resolved.model.vocab_size
         words = draft_vocabulary(self.config.draft_vocab, self.tokenizer, vocab_size)
         self.model: HybridModel = load_model(
             folder,

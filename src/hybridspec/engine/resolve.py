@@ -40,6 +40,7 @@ class Resolved:
 
     Attributes:
         config: the options, every "auto" and None resolved.
+        model: sizes of the model.
         mtp_folder: where the draft head's weights come from, if not from the model's own files.
         tokenizer_folder: where the tokenizer comes from.
         dtype: of weights and activations.
@@ -51,6 +52,7 @@ class Resolved:
     """
 
     config: EngineConfig
+    model: ModelConfig
     mtp_folder: Path | None
     tokenizer_folder: Path
     dtype: torch.dtype
@@ -156,6 +158,7 @@ def resolve(folder: Path, config: EngineConfig, *, has_own_drafter: bool = False
             max_num_seqs=config.max_num_seqs or _most_requests(device),
             max_num_batched_tokens=config.max_num_batched_tokens or _PROMPT_ROWS[device.type],
         ),
+        model=model,
         mtp_folder=mtp_folder,
         tokenizer_folder=tokenizer_folder,
         dtype=dtype,
