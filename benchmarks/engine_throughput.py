@@ -107,7 +107,7 @@ def load(args: argparse.Namespace, model: Any, mode: str) -> LLM:
         draft_vocab=range(args.draft_vocab) if args.draft_vocab and drafts else None,
         enforce_eager=args.eager,
         enable_prefix_caching=False,  # rounds repeat their prompts
-        max_model_len=max(args.prompt + most_tokens(args, max(args.requests), drafts) + 16, 512),
+        max_model_len=context_length(args, max(args.requests), drafts),
         max_num_seqs=max(args.requests),
     )
 
@@ -118,6 +118,11 @@ def most_tokens(args: argparse.Namespace, count: int, drafts: int) -> int:
     Beside requests that decode two or more prompts begin in a step.
     """
     return args.tokens + count // 2 * (drafts + 1)
+
+
+def context_length(args: argparse.Namespace, count: int, drafts: int) -> int:
+    """Return `max_model_len` for `count` requests: their prompt, new tokens and some more."""
+    return max(args.prompt + most_tokens(args, count, drafts) + 16, 512)
 
 
 def measure(args: argparse.Namespace, llm: LLM, prompts: Prompts, mode: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from engine_throughput import free, most_tokens, run
+from engine_throughput import context_length, free, most_tokens, run
 from geometries import GEOMETRIES, write_geometry
 from hybridspec import LLM, SamplingParams
 from measured_commit import measured_commit
@@ -51,7 +51,7 @@ def make(args: argparse.Namespace, model: Any, num_seqs: int, **options: Any) ->
         dummy_weights=args.geometry != "bundled",
         device=args.device,
         enable_prefix_caching=False,  # rounds repeat their prompts
-        max_model_len=max(args.prompt + most_tokens(args, num_seqs, args.drafts) + 16, 512),
+        max_model_len=context_length(args, num_seqs, args.drafts),
         max_num_seqs=num_seqs,
         **options,
     )

@@ -58,7 +58,7 @@ def _running(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams)
     return requests
 
 
-def give_room(llm: LLM, num_steps: int) -> None:
+def _give_room(llm: LLM, num_steps: int) -> None:
     """Give running requests the pages that so many replays of a step can need."""
     scheduler = llm._engine.scheduler
     scheduler.grow(num_steps)
@@ -91,7 +91,7 @@ def step_parts(
     requests = _running(llm, prompts, params)
     graphs = llm._engine.runner.graphs
     assert graphs is not None
-    give_room(llm, _STEPS)
+    _give_room(llm, _STEPS)
     size = next(size for size in graphs.sizes if size >= len(prompts))
 
     def replay() -> None:
