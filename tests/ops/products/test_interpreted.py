@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridspec.ops.products import explain_order, launch
+from hybridspec.ops.products import launch
 from hybridspec.ops.products.launch import LaunchConfig
 
 pytestmark = pytest.mark.interpreted
@@ -27,9 +27,4 @@ def test_kernel(name: str, has_residual: bool) -> None:
         out = torch.full((count, shape[0]), torch.nan)
         launch.multiply(x[:count], weight, residual[:count] if has_residual else None, out, config)
         torch.testing.assert_close(out.double(), expected[:count], rtol=1e-4, atol=1e-4)
-
-
-def test_one_order_is_looked_for_where_the_weights_lie() -> None:
-    """Sums of whole numbers are the same in any order."""
-    assert explain_order(torch.zeros(32, 64)) is None
-    assert launch.explain(*[torch.zeros(2, 2)] * 4) is None
+    assert launch.explain(x, weight, None, out) is None
