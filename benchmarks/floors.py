@@ -21,7 +21,7 @@ def product_rate(model: HybridModel) -> float:
     """
     flops, seconds = 0.0, 0.0
     times: dict[torch.Size, float] = {}
-    for weight in model.matrices():
+    for _, weight in model.matrices():
         if weight.shape not in times:
             times[weight.shape] = _seconds(weight)
         flops += 2.0 * weight.numel() * _ROWS
@@ -43,7 +43,7 @@ def _seconds(weight: torch.Tensor) -> float:
 
 def prompt_share(model: HybridModel, tokens: int, first_token_ms: float, rate: float) -> float:
     """Say how much of a prompt's time its products would take alone; the LM head sees one row."""
-    trunk = sum(weight.numel() for weight in model.matrices()) - model.head.numel()
+    trunk = sum(weight.numel() for _, weight in model.matrices()) - model.head.numel()
     return 2.0 * trunk * tokens / rate * 1e3 / first_token_ms
 
 
@@ -61,7 +61,7 @@ def plain_floor_ms(llm: LLM, num_requests: int, context: float, rate: float) -> 
     """
     products = sum(
         max(weight.nbytes / READ_RATE, 2.0 * weight.numel() * num_requests / rate)
-        for weight in llm._engine.model.matrices()
+        for _, weight in llm._engine.model.matrices()
     )
     info = llm.describe()
     state = info.request_bytes["GDN state"] * (1 + 1 / _FOLD_EVERY)

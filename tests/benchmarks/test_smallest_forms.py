@@ -119,6 +119,7 @@ ON_A_GPU: dict[str, list] = {
     "gdn_verify.py": ["--batch", 1, "--iters", 1],
     "ordered_ops.py": ["--rows", 4, "--requests", 1, "--iterations", 1],
     "prefill_parts.py": ["--iterations", 1, "--limit", 2],
+    "products.py": ["--rows", 4, "--shrink", 8, "--iterations", 1],
     "state_snapshots.py": ["--requests", 1, "--iterations", 1],
     "tensor_cache.py": ["--devices", "cuda", "--rounds", 1, "--limit", 1],
     "verify_plan.py": ["--limit", 2],

@@ -106,6 +106,12 @@ def choose_backends(
         choices[EXPERTS] = _experts_choice(model, device, specs.options.dtype, is_ordered)
     if is_ordered:
         choices[PRODUCTS] = ("ordered", _IN_ORDER)
+    elif device.type == "cuda" and specs.options.dtype in (torch.bfloat16, torch.float16):
+        choices[PRODUCTS] = (
+            "tuned",
+            "torch's, or where it is quicker, measured at the first start, "
+            "another algorithm of cuBLASLt",
+        )
     choices["sampling"] = _choice(explain_choose(device), "auto", is_asked_for=False)
     _log.info("attention: %s, prompts: %s", choices[ATTENTION][0], choices[PROMPT_ATTENTION][0])
     return choices

@@ -14,20 +14,21 @@ from pathlib import Path
 import torch
 
 from hybridspec.config import EngineConfig, SamplingParams
+from hybridspec.engine import sizing
 from hybridspec.engine.counters import Counters
 from hybridspec.engine.draft_vocabulary import draft_vocabulary
 from hybridspec.engine.drafting import make_drafter
-from hybridspec.engine.exactness import check_products, is_row_by_row
+from hybridspec.engine.exactness import is_row_by_row
 from hybridspec.engine.interrupts import interrupts_wait
 from hybridspec.engine.isolation import ProcessGuard, torch_defaults
 from hybridspec.engine.memory import make_pools
+from hybridspec.engine.products import prepare_products
 from hybridspec.engine.prompt_graphs import capture_prompts
 from hybridspec.engine.request import Request, RequestGroup
 from hybridspec.engine.resolve import resolve
 from hybridspec.engine.rules import check_params, counted_logprobs, make_options
 from hybridspec.engine.runner import Runner
 from hybridspec.engine.scheduler import Scheduler
-from hybridspec.engine.sizing import capture_steps, first_calibration, make_policy, step_sizes
 from hybridspec.engine.text import Text
 from hybridspec.errors import CapacityError, UnsupportedError
 from hybridspec.models import HybridModel, OnProgress, load_model, load_tokenizer
@@ -94,15 +95,15 @@ class Engine:
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self.pools, self.allocator = make_pools(self.resolved)
         decoder, graphs, prompts = self._decoder(drafter, words), None, None
-        sizes = step_sizes(self.allocator, self.config)
-        check_products(self.model, [rows for budgets in sizes.values() for rows in budgets])
+        sizes = sizing.step_sizes(self.allocator, self.config)
+        prepare_products(self.model, sizing.row_counts(sizes, self.config))
         if self._can_capture(drafter):
-            graphs = capture_steps(decoder, self.allocator, sizes, self.config)
+            graphs = sizing.capture_steps(decoder, self.allocator, sizes, self.config)
             prompts = capture_prompts(decoder, self.resolved)
         self.runner = Runner(
             decoder,
             self.allocator,
-            make_policy(self.config, graphs),
+            sizing.make_policy(self.config, graphs),
             graphs=graphs,
             prompts=prompts,
             has_confidences=self.config.needs_confidences,
@@ -156,7 +157,7 @@ class Engine:
             drafter=make_drafter(self.config, self.model, pools, words, drafter),
             forced=forced,
             is_row_by_row=is_row_by_row(self.config, pools.device),
-            calibration=first_calibration(self.config, pools.device),
+            calibration=sizing.first_calibration(self.config, pools.device),
         )
 
     @property

@@ -5,22 +5,14 @@ Drafts, batch and load must not change one bit of a logit: docs/exactness.md exp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from hybridspec.config import EngineConfig
 from hybridspec.errors import UnsupportedError
-from hybridspec.models import HybridModel
-from hybridspec.models.mlp import MoeMlp
-from hybridspec.models.products import OrderedProducts
-from hybridspec.ops import experts
-from hybridspec.ops.products import explain_order, rows_as_torch
 
 __all__ = [
     "ALIGNED_WINDOW",
     "check_bitwise",
-    "check_products",
     "describe_exactness",
     "is_row_by_row",
 ]
@@ -64,30 +56,6 @@ def check_bitwise(config: EngineConfig, device: torch.device, state_dtype: torch
             "exact: 'bitwise' does not go with this device: prompts run by kernels that have fixed "
             "configurations on Hopper only"
         )
-
-
-def check_products(model: HybridModel, row_counts: Sequence[int]) -> None:
-    """Look at how the device adds up products of each weight's shape, and mixtures of experts.
-
-    Args:
-        model: one that is multiplied torch's way is not looked at.
-        row_counts: of captured steps; where torch's product has the same bits, it is taken.
-
-    Raises:
-        UnsupportedError: if the bits of a row depend on how many rows there are.
-    """
-    products = model.products
-    if not isinstance(products, OrderedProducts):
-        return
-    for shape, weight in {weight.shape: weight for weight in model.matrices()}.items():
-        reason = explain_order(weight)
-        if reason is not None:
-            raise UnsupportedError(f"exact: 'bitwise' does not go with this device: {reason}")
-        products.as_torch |= {(shape, count) for count in rows_as_torch(weight, row_counts)}
-    mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MoeMlp)]
-    reason = experts.explain_order(mixtures[0].matrices) if mixtures else None
-    if reason is not None:
-        raise UnsupportedError(f"exact: 'bitwise' does not go with this device: {reason}")
 
 
 def describe_exactness(config: EngineConfig) -> str:

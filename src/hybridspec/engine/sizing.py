@@ -8,6 +8,7 @@ from torch import Tensor
 from hybridspec.config import EngineConfig
 from hybridspec.engine.graphs import StepGraphs, ladder
 from hybridspec.engine.measure import measure_costs
+from hybridspec.engine.prompt_graphs import ROWS as PROMPT_ROWS
 from hybridspec.ops.sampling import SamplingUses
 from hybridspec.runtime import Allocator, to_device
 from hybridspec.speculate import (
@@ -25,11 +26,13 @@ __all__ = [
     "capture_steps",
     "first_calibration",
     "make_policy",
+    "row_counts",
     "step_sizes",
     "tell_calibration",
 ]
 
 MOST_CAPTURED = 256  # requests of the largest captured step
+MOST_TUNED = 1024  # rows of prompts; torch multiplies more of them well
 
 
 def step_sizes(allocator: Allocator, config: EngineConfig) -> dict[int, list[int]]:
@@ -46,6 +49,20 @@ def step_sizes(allocator: Allocator, config: EngineConfig) -> dict[int, list[int
         smaller = row_budgets(count, config.draft_tokens) if config.is_dynamic else []
         sizes[count] = [*(rows for rows in smaller if rows < largest), largest]
     return sizes
+
+
+def row_counts(sizes: dict[int, list[int]], config: EngineConfig) -> list[int]:
+    """Return the numbers of rows, rising, that captured forwards of some hundred rows have.
+
+    Args:
+        sizes: of captured steps; drafts take one row for each request.
+        config: the resolved options.
+    """
+    most = config.max_num_batched_tokens
+    assert most is not None  # resolved
+    found = {rows for rows in PROMPT_ROWS if rows <= min(most, MOST_TUNED)}
+    found |= {rows for budgets in sizes.values() for rows in budgets}
+    return sorted(found | (set(sizes) if config.draft_tokens else set()))
 
 
 def capture_steps(

@@ -38,7 +38,14 @@ MIXERS: dict[str, type[Mixer]] = {
     "attention": AttentionLayer,
 }  # by their names in the config
 
-_MATRICES = ("in_weight", "out_weight", "gate_up_weight", "down_weight", "router_weight")
+# By name: the method of `Products` that uses it.
+_MATRICES = {
+    "in_weight": "linear",
+    "out_weight": "add",
+    "gate_up_weight": "linear",
+    "down_weight": "add",
+    "router_weight": "linear",
+}
 _Files = Checkpoint | DummyCheckpoint
 
 # What a draft head's tensors mean depends on these, and shapes do not tell all of them.
@@ -79,12 +86,17 @@ class HybridModel:
         """State the memories that requests need, the draft head's included if it is run."""
         return memory_specs(self.config, options, has_head=has_head and self.mtp is not None)
 
-    def matrices(self) -> Iterator[Tensor]:
-        """Yield the weights [F, D] of the trunk and the LM head that rows are multiplied with."""
+    def matrices(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights [F, D] of the trunk and the LM head that rows are multiplied with.
+
+        Each comes with the method of `Products` that uses it.
+        """
         for layer in self.layers:
             for part in (layer.mixer, layer.mlp):
-                yield from (getattr(part, name) for name in _MATRICES if hasattr(part, name))
-        yield self.head
+                for name, use in _MATRICES.items():
+                    if hasattr(part, name):
+                        yield use, getattr(part, name)
+        yield "logits", self.head
 
     def forward(self, step: Step, memories: Sequence[Any]) -> Tensor:
         """Run the trunk over packed rows and append them to the logs of their slots.
