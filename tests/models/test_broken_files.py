@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ from tests.helpers.breaking import Case, both, check, cut_in_half, fields, remov
 from tests.helpers.tiny_checkpoints import build_tiny_checkpoint
 
 from hybridspec.errors import CheckpointError, UnsupportedError
+from hybridspec.models.chat import ChatTemplates
 from hybridspec.models.hybrid import load_model
+from hybridspec.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +214,36 @@ def test_broken_files(name: str, good: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SHARDED)
 def test_broken_shards(name: str, good_sharded: Path, tmp_path: Path) -> None:
     check(good_sharded, tmp_path / "m", SHARDED[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", load_model),
+        ("generation_config.json", load_model),
+        (INDEX, load_model),
+        ("tokenizer.json", load_tokenizer),
+        ("tokenizer_config.json", ChatTemplates.from_folder),
+        ("chat_template.jinja", ChatTemplates.from_folder),
+    ],
+)
+def test_what_has_no_end_is_not_read(
+    name: str, read: Callable[[Path], object], good: Path, tmp_path: Path
+) -> None:
+    """A pipe that nobody writes to, a device without end, a size that is no text's."""
+    folder = tmp_path / "m"
+    shutil.copytree(good, folder)
+    file = folder / name
+    for make, message in (
+        (lambda: os.mkfifo(file), "a pipe or a device"),
+        (lambda: file.symlink_to("/dev/zero"), "a pipe or a device"),
+        (lambda: file.touch() or os.truncate(file, 1 << 40), "1099511627776 bytes"),
+    ):
+        file.unlink(missing_ok=True)
+        make()
+        with pytest.raises(CheckpointError, match=message) as error:
+            read(folder)
+        assert str(file) in str(error.value) and str(error.value).isprintable()
 
 
 def test_teeth_the_unbroken_folders_load(good: Path, good_sharded: Path) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 from hybridspec.errors import CheckpointError
 from hybridspec.values import shown
 
-__all__ = ["Fields", "is_there", "read_json"]
+__all__ = ["Fields", "check_plain", "is_there", "read_json"]
 
 _MAX_SIZE = 1 << 24  # of anything: no model has more, and tables of this many rows can be made
+_MAX_BYTES = 1 << 28  # of a file of text; the largest tokenizers take a tenth of that
 
 
 def is_there(file: Path) -> bool:
@@ -24,6 +26,18 @@ def is_there(file: Path) -> bool:
     return os.path.lexists(file)
 
 
+def check_plain(file: Path) -> None:
+    """Raise OSError for what could be read without end, or too large to be what it should be.
+
+    A folder is left to whoever reads it.
+    """
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise OSError("a pipe or a device, which is not read")
+    if found.st_size > _MAX_BYTES:
+        raise OSError(f"{found.st_size} bytes, of which at most {_MAX_BYTES} are read")
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
@@ -31,6 +45,7 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: if it cannot be read or holds something else.
     """
     try:
+        check_plain(file)
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({error})") from None

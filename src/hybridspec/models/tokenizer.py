@@ -14,7 +14,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as JsonTokenizer
 
 from hybridspec.errors import CheckpointError
-from hybridspec.models.fields import is_there
+from hybridspec.models.fields import check_plain, is_there
 
 __all__ = ["Detokenizer", "Tokenizer", "load_tokenizer"]
 
@@ -182,6 +182,7 @@ def load_tokenizer(path: str | Path, *, is_required: bool = False) -> Tokenizer 
             raise CheckpointError(f"{path}: expected tokenizer.json, found none")
         return None
     try:
+        check_plain(file)
         backend = JsonTokenizer.from_file(str(file))
         # Files may hold what their last training cut texts to; nothing is cut here.
         backend.no_truncation()
