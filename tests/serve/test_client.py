@@ -277,6 +277,7 @@ def test_random_options_equal_the_offline_answer(
     [
         ({"temperature": -1}, "temperature: expected a number in"),
         ({"n": 17}, "n: expected at most 16, got 17"),
+        ({"n": 9, "prompt": ["a"] * 9}, "n: expected at most 80 continuations, got 81"),
         ({"logprobs": 21}, "logprobs: expected at most 20, got 21"),
         ({"logit_bias": {"x": 1}}, "logit_bias: expected token ids"),
         ({"logit_bias": {"5000": 1}}, "logit_bias: expected ids below"),

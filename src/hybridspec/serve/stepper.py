@@ -135,9 +135,12 @@ class Stepper:
         """Queue requests; on the event loop.
 
         Raises:
-            ApiError: if too many are there already.
+            ApiError: if too many are there already, or these are too many alone.
         """
         count = sum(len(one.continuations) for one in requests)
+        if count > self._max_requests:  # to come again would not help
+            message = f"n: expected at most {self._max_requests} continuations, got {count}"
+            raise ApiError(400, message, param="n")
         if self._num_submitted + count > self._max_requests:
             raise ApiError(
                 429,
