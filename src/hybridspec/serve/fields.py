@@ -226,7 +226,10 @@ def sampling_params(
                         ("prompt_logprobs", limits.top_logprobs)):  # fmt: skip
         value = given.get(name)
         if value is not None and not 0 <= value <= limit:
-            raise ApiError(400, f"{name}: expected at most {limit}, got {value}", param=name)
+            if name == "logprobs" and isinstance(body, ChatBody):
+                name = "top_logprobs"
+            wanted = f"at most {limit}" if value > limit else "0 or more"
+            raise ApiError(400, f"{name}: expected {wanted}, got {value}", param=name)
     for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
         value, most = given.get(name), getattr(limits, name)
         if value is not None and not isinstance(value, str) and len(value) > most:
