@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import http.client
 import json
+import logging
 import os
 import random
 import signal
@@ -115,6 +116,25 @@ def test_clients_that_leave(running: Running) -> None:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     running.wait_idle()
     assert json.loads(ask(running, "GET", "/load")[1]) == {"server_load": 0}
+
+
+def test_a_client_that_leaves_two_requests_is_no_news(
+    running: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """uvicorn does not see that one go that sent the next request already, until it writes."""
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
+    fields = {"prompt": "import os", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    body = json.dumps(fields).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    ).encode()
+    with socket.create_connection(running.server.address) as connection:
+        connection.sendall(head + body + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(100)
+    running.wait_idle()
+    assert ask(running, "GET", "/health")[0] == 200
+    assert not caplog.records
 
 
 def test_many_streams_equal_the_offline_tokens(running: Running) -> None:

@@ -162,6 +162,16 @@ def create_app(load_model: Callable[[], LLM], options: ServeOptions) -> Starlett
     return assemble(api, lambda: api.load(load_model), routes, cors_origins=options.cors_origins)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Tell whether a record of uvicorn's is about more than a client that went away.
+
+    uvicorn does not see the end of a connection while a second request of it waits, and uvloop
+    raises for what is written to it then.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, RuntimeError) and "the handler is closed" in str(error))
+
+
 def _report_loading(task: asyncio.Future[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("the model cannot be loaded: %s", error)
@@ -201,6 +211,7 @@ class Server(uvicorn.Server):
             ws="none",
             timeout_graceful_shutdown=int(drain_s + _CLOSING_S) + 1,
         )
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
         super().__init__(config)
         self.failure: BaseException | None = None
         self.stalled = Stalled()
