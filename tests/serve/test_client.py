@@ -311,6 +311,10 @@ def test_refused_completions(client: openai.OpenAI, options: dict[str, Any], mes
     [
         ({"messages": []}, "messages: "),
         ({"messages": [{"content": "x"}]}, "messages: expected a role"),
+        (
+            {"messages": [{"role": "user", "content": "a" * 300_000}]},
+            "prompt: expected at most 262144 characters",
+        ),
         ({"response_format": {"type": "json_object"}}, "response_format: not supported"),
         ({"tool_choice": "required"}, "tool_choice: expected tools with it"),
         ({"tools": [{"type": "function"}]}, "tools: expected functions with a name"),

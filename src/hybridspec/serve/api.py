@@ -248,6 +248,7 @@ class Api:
         forced = forced_name(body.tool_choice, names)
         plan = await self._rendered(body, body.messages, tools)
         plan = self._with_tools(plan, body, names, forced)
+        self._check_length(plan.prompt)
         if names and body.parallel_tool_calls is False:
             params = dataclasses.replace(params, stop=(*params.stop, "</tool_call>"))
         stream = await self._submit(
