@@ -291,6 +291,10 @@ def test_random_options_equal_the_offline_answer(
         ({"stop": "a" * 1025}, "stop: expected at most 1024 characters each"),
         ({"stop": ["a", "b" * 1025]}, "stop: expected at most 1024 characters each"),
         ({"logit_bias": {str(i): 1 for i in range(9000)}}, "logit_bias: expected at most 8192"),
+        (
+            {"extra_body": {"allowed_token_ids": [1] * 300_000}},
+            "allowed_token_ids: expected at most 262144 entries",
+        ),
         ({"suffix": "x"}, "suffix: not supported"),
         ({"best_of": 2}, "best_of: not supported"),
         ({"extra_body": {"structured_outputs": {"json": {}}}}, "structured_outputs: not supported"),

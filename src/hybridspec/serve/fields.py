@@ -77,6 +77,7 @@ class Limits(BaseModel):
     prompts: int = 64
     top_logprobs: int = 20
     body_bytes: int = 8 << 20
+    allowed_token_ids: int = 1 << 18  # vocabularies of these models have fewer
     # Entries of lists that each step or token looks through.
     stop: int = 32
     stop_chars: int = 1024  # of each
@@ -230,7 +231,7 @@ def sampling_params(
                 name = "top_logprobs"
             wanted = f"at most {limit}" if value > limit else "0 or more"
             raise ApiError(400, f"{name}: expected {wanted}, got {value}", param=name)
-    for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
+    for name in ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids"):
         value, most = given.get(name), getattr(limits, name)
         if value is not None and not isinstance(value, str) and len(value) > most:
             raise ApiError(400, f"{name}: expected at most {most} entries", param=name)
