@@ -252,20 +252,20 @@ class Call:
 
 
 def other_launches(setting: Setting) -> dict[str, launch.LaunchConfig]:
-    """Launches with more programs than are chosen, page size 16."""
+    """Launches with other blocks and programs, page size 16."""
     if setting.name == "random":
         return {}
     device = torch.cuda.get_device_properties(0)
     group = setting.num_query_heads // setting.num_heads
     chosen = launch.choose_launch(
-        (device.major, device.minor), device.multi_processor_count, setting.rows * group,
+        (device.major, device.minor), device.multi_processor_count, 1, setting.rows * group,
         setting.head_dim, getattr(torch, setting.dtype).itemsize,
     )  # fmt: skip
     return {
-        f"blocks of {keys}, {stages} stages, {factor} x programs": replace(
+        f"blocks of {keys}, {stages} stages, {factor} programs": replace(
             chosen, block_n=keys, num_stages=stages, num_programs=factor * chosen.num_programs
         )
-        for keys, stages, factor in ((32, 3, 2), (64, 2, 2), (32, 2, 3))
+        for keys, stages, factor in ((64, 3, 1), (32, 3, 2), (64, 2, 2))
     }
 
 

@@ -98,6 +98,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draft-tokens", type=int, default=3)
     parser.add_argument("--max-num-seqs", type=int, default=24, help="most that run together")
     parser.add_argument("--max-tokens", type=int, default=24, help="most new tokens of a request")
+    parser.add_argument("--longest", type=int, default=500, help="most prompt tokens")
     parser.add_argument("--drafters", nargs="+", default=["mtp", "lookup"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--alone", type=Path, help="file with what each request gets alone")
@@ -119,7 +120,8 @@ def random_case(
     start = rng.choice([0, 0, rng.randrange(len(text) // 2)])
     tokenizer, vocab = llm.tokenizer, llm.model_config.vocab_size
     assert tokenizer is not None
-    prompt = tokenizer.encode(text[start : start + rng.choice([3, 20, 64, 65, 150, 500])])
+    length = min(rng.choice([3, 20, 64, 65, 150, 500]), args.longest)
+    prompt = tokenizer.encode(text[start : start + length])
 
     def token() -> int:
         return rng.randrange(vocab)
@@ -185,10 +187,11 @@ def decoded(llm: LLM, *cases: Case) -> list[Got]:
 
 def all_alone(args: argparse.Namespace, cases: Sequence[Case], plain: LLM) -> list[Got]:
     """Decode every request by itself, or read what came of that before."""
-    drawn_by = [args.seed, args.max_tokens, args.draft_tokens]  # what the requests depend on
+    # What the requests depend on.
+    drawn_by = [args.seed, args.max_tokens, args.draft_tokens, args.longest]
     if args.alone is not None and args.alone.exists():
         kept = json.loads(args.alone.read_text())
-        has = f"{len(kept['found'])} requests of seed, tokens and drafts {kept['drawn_by']}"
+        has = f"{len(kept['found'])} requests drawn by {kept['drawn_by']}"
         if kept["drawn_by"] != drawn_by or len(kept["found"]) < len(cases):
             raise SystemExit(f"alone: {args.alone} has {has}, expected {len(cases)} of {drawn_by}")
         return [Got(*one) for one in kept["found"][: len(cases)]]

@@ -21,7 +21,7 @@ from hybridspec.ops.paged_attention import (
 )
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-# query heads, key heads, D, rows of a request, page size, dtype
+# query heads, key heads, D, rows of a request, page size, dtype; requests: 8, and many
 SHAPES = [
     (16, 2, 256, 4, 16, torch.bfloat16),
     (16, 2, 256, 8, 128, torch.bfloat16),
@@ -35,12 +35,13 @@ SHAPES = [
 
 def variants(capability: int, shapes: list[tuple]):
     """Yield kernels with constants, pointers and options as `launch` would pick them."""
-    for query_heads, heads, head_dim, rows, page_size, dtype in shapes:
+    cases = [(*shape, 8) for shape in shapes] + [(*shape, 256) for shape in shapes[:1]]
+    for query_heads, heads, head_dim, rows, page_size, dtype, requests in cases:
         group = query_heads // heads
         config = launch.choose_launch(
-            divmod(capability, 10), 132, rows * group, head_dim, dtype.itemsize
+            divmod(capability, 10), 132, requests, rows * group, head_dim, dtype.itemsize
         )
-        sizes = launch.kernel_sizes(config, 8, rows, heads, group, head_dim, page_size)
+        sizes = launch.kernel_sizes(config, requests, rows, heads, group, head_dim, page_size)
         floats = ("q_ptr", "k_ptr", "v_ptr", "k_pages_ptr", "v_pages_ptr", "out_ptr")
         types = dict.fromkeys(floats, f"*{NAMES[dtype]}")
         types |= {"parts_ptr": "*fp32", "sums_ptr": "*fp32", "scale_log2": "fp32"}

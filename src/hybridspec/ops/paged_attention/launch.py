@@ -31,6 +31,7 @@ __all__ = [
 _MAX_TOKENS = 16
 _MAX_REQUESTS = 4096
 _FEWEST_REQUESTS = 64  # smaller batches share a compiled kernel
+_MANY_REQUESTS = 64  # which are short, as a rule
 _LOG2_E = math.log2(math.e)
 _SMALLEST_SCALE = 1e-30  # masked scores are -inf, which times zero is NaN
 _HAS_WARP_GROUPS = (9, 10)
@@ -52,7 +53,7 @@ class LaunchConfig:
         num_warps: warps of a program.
         num_programs: programs that share the units.
         finish_programs: programs of the second launch for each part of a tile.
-        is_overlapped: whether the second launch starts while the first one runs.
+        is_overlapped: whether each launch starts while the one before it runs.
     """
 
     block_m: int
@@ -122,6 +123,7 @@ def kernel_sizes(
 def choose_launch(
     target: tuple[int, int],
     num_processors: int,
+    num_requests: int,
     num_query_rows: int,
     head_dim: int,
     itemsize: int,
@@ -131,6 +133,7 @@ def choose_launch(
     Args:
         target: compute capability of the device.
         num_processors: its multiprocessors.
+        num_requests: B.
         num_query_rows: most rows of a request times query heads of a key head.
         head_dim: D.
         itemsize: bytes of an element of keys and values.
@@ -142,6 +145,9 @@ def choose_launch(
     if block_m == 64 and head_dim > 128:  # as many bytes in flight, with more registers to spare
         block_n, num_stages = 32, 4
     per_processor = 2 if head_dim <= (96 if block_m == 64 else 128) else 1
+    is_roomy = target[0] in _HAS_WARP_GROUPS and itemsize == 2
+    if num_requests >= _MANY_REQUESTS and per_processor == 1 and block_m <= 32 and is_roomy:
+        block_n, per_processor = 32, 2  # one begins while the other one waits
     if target in _SMALL_SHARED_MEMORY:
         block_n, per_processor = min(block_n, 32), 1
     return LaunchConfig(
@@ -225,8 +231,8 @@ def verify(rows: Rows, pages: Pages, batch: Batch, *, config: LaunchConfig | Non
     group = num_query_heads // num_heads
     if config is None:
         config = choose_launch(
-            capability(q), _num_processors(q.device), max_rows * group, head_dim,
-            q.element_size(),
+            capability(q), _num_processors(q.device), num_requests, max_rows * group,
+            head_dim, q.element_size(),
         )  # fmt: skip
     programs, block_m = config.num_programs, config.block_m
     parts = q.new_empty(2, programs, block_m, head_dim, dtype=torch.float32)
@@ -241,6 +247,7 @@ def verify(rows: Rows, pages: Pages, batch: Batch, *, config: LaunchConfig | Non
         k.stride()[:2], v.stride()[:2], k_pages.stride()[:3], out.stride()[:2],
         *page_table.stride(),
     )  # fmt: skip
+    behind = {"launch_pdl": True} if config.is_overlapped else {}
     with torch.cuda.device_of(q):
         split_kernel[(programs,)](
             q, k, v, k_pages, v_pages, out, parts, sums, cuts, *metadata, scale_log2,
@@ -249,13 +256,14 @@ def verify(rows: Rows, pages: Pages, batch: Batch, *, config: LaunchConfig | Non
             ALIGNMENT=row_alignment(k, v, k_pages, v_pages),
             num_warps=config.num_warps,
             enable_fp_fusion=True,
+            **behind,
         )  # fmt: skip
         finish_kernel[(config.finish_programs, 2 * programs)](
             k, v, parts, sums, cuts, k_pages, v_pages, out, *metadata, num_rows, *strides,
             **sizes.finish,
             num_warps=FINISH_WARPS,
             enable_fp_fusion=True,
-            **({"launch_pdl": True} if config.is_overlapped else {}),
+            **behind,
         )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def verify(rows: Rows, pages: Pages, batch: Batch) -> None:
     num_heads = k.shape[1]
     group = query_heads // num_heads
     q, scale_log2 = launch.positive_scale(q, rows.score_scale())
-    config = launch.choose_launch(capability(q), 1, _BLOCK_M, head_dim, q.element_size())
+    config = launch.choose_launch(capability(q), 1, 1, _BLOCK_M, head_dim, q.element_size())
     parts = q.new_empty(pieces, num_rows, query_heads, head_dim, dtype=torch.float32)
     sums = q.new_empty(pieces, num_rows, query_heads, 2, dtype=torch.float32)
     lengths: tuple[Tensor, ...] = (seq_len, cu_seqlens, slots)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
+
+from hybridspec.ops._triton_overlap import begin as begin_launch
 
 __all__ = ["finish_kernel", "split_kernel"]
 
@@ -136,8 +138,7 @@ def split_kernel(
 
     GROUP query heads read a key head.
     """
-    if IS_OVERLAPPED:
-        gdc_launch_dependents()
+    begin_launch(IS_OVERLAPPED)
     pid = tl.program_id(0)
     head_group, nth = pid % HEAD_GROUPS, pid // HEAD_GROUPS
     group_programs: tl.constexpr = PROGRAMS // HEAD_GROUPS
