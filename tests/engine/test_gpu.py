@@ -121,7 +121,8 @@ def test_memory_is_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch) -> No
     before = torch.cuda.memory_allocated()
     llm = LLM("bundled", **DEVICE, memory_fraction=0.2, enforce_eager=True)  # graphs come on top
     taken = torch.cuda.memory_allocated() - before
-    assert 128 << 20 < taken < 288 << 20  # weights are 7 MiB of it
+    # Weights are 7 MiB of it, what products work in 32.
+    assert 128 << 20 < taken < 320 << 20
     tokens(llm, GREEDY)
     assert llm._engine.allocator.num_live == 0
     info = llm.describe()

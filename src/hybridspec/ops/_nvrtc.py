@@ -48,21 +48,13 @@ class Kernel:
         self._shared_bytes = shared_bytes
 
     def launch(self, num_blocks: int, params: ctypes.Structure) -> None:
-        """Enqueue on the current stream of the current device.
-
-        Blocks are made ready while the launch before ends, and wait for it in `begin_launch`,
-        which has to be the first that the kernel does.
-        """
+        """Enqueue on the current stream of the current device."""
         from cuda.bindings import driver
 
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
-        config.sharedMemBytes = self._shared_bytes
-        config.hStream = torch.cuda.current_stream().cuda_stream
-        config.attrs, config.numAttrs = [_overlap()], 1
-        _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(arguments), 0))
+        _checked(
+            driver.cuLaunchKernel(*self._place(num_blocks), ctypes.addressof(arguments), 0)
+        )  # fmt: skip
 
     def launch_together(self, num_blocks: int, params: ctypes.Structure) -> None:
         """Enqueue blocks that may wait for each other: all of them run at once, or none does."""
@@ -71,21 +63,16 @@ class Kernel:
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         _checked(
             driver.cuLaunchCooperativeKernel(
-                self._function, num_blocks, 1, 1, self._threads, 1, 1, self._shared_bytes,
-                torch.cuda.current_stream().cuda_stream, ctypes.addressof(arguments),
+                *self._place(num_blocks), ctypes.addressof(arguments)
             )
         )  # fmt: skip
 
-
-@functools.cache
-def _overlap() -> Any:
-    """Return the attribute of a launch that need not wait for the end of the one before it."""
-    from cuda.bindings import driver
-
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    return attribute
+    def _place(self, num_blocks: int) -> tuple[Any, ...]:
+        """The kernel, its grid, its blocks, their shared memory, and the stream."""
+        return (
+            self._function, num_blocks, 1, 1, self._threads, 1, 1, self._shared_bytes,
+            torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
 
 
 @functools.cache

@@ -21,7 +21,6 @@ __all__ = [
     "compiler_version",
     "explain_target",
     "explain_tensors",
-    "overlap",
     "round_up_to_power_of_two",
 ]
 
@@ -86,16 +85,6 @@ def capability(tensor: torch.Tensor) -> tuple[int, int]:
     if not tensor.is_cuda:
         return CPU_CAPABILITY
     return _device_capability(tensor.device.index)
-
-
-def overlap(tensor: torch.Tensor) -> dict[str, bool]:
-    """Return the options of a launch on a tensor's device that begins while another one ends.
-
-    The kernel has to begin with `_triton_overlap.begin`.
-    """
-    if capability(tensor) < (9, 0):
-        return {"IS_OVERLAPPED": False}
-    return {"IS_OVERLAPPED": True, "launch_pdl": True}
 
 
 @functools.cache

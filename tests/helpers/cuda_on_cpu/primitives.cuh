@@ -36,8 +36,6 @@ typedef uint64_t uint64;
 
 inline uint8 shared_memory[227 * 1024];
 
-inline void begin_launch() {}  // launches run one after the other
-
 struct alignas(16) Chunk {
     uint32 r[4];
 };

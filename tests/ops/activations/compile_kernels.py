@@ -13,11 +13,7 @@ TYPES = dict.fromkeys(("x_ptr", "gate_ptr", "out_ptr"), "*bf16")
 if __name__ == "__main__":
     reports = [
         compiled(
-            gate_kernel,
-            {"BLOCK": 1024, "IS_SILU": is_silu, "IS_OVERLAPPED": capability >= 90},
-            TYPES,
-            capability,
-            {"num_warps": 4},
+            gate_kernel, {"BLOCK": 1024, "IS_SILU": is_silu}, TYPES, capability, {"num_warps": 4}
         )
         for is_silu in (False, True)
         for capability in map(int, sys.argv[1:])

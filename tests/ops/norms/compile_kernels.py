@@ -23,13 +23,7 @@ if __name__ == "__main__":
     reports = [
         compiled(
             rms_norm_kernel,
-            {
-                "D": size,
-                "BLOCK_H": heads,
-                "BLOCK_D": size,
-                "IS_OVERLAPPED": capability >= 90,
-                **constants,
-            },
+            {"D": size, "BLOCK_H": heads, "BLOCK_D": size, **constants},
             TYPES,
             capability,
             {"num_warps": num_warps},

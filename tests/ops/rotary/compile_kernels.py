@@ -27,14 +27,9 @@ VARIANTS = (
     ),
 )
 
-
-def overlap(kernel, capability: int) -> dict[str, bool]:
-    return {"IS_OVERLAPPED": capability >= 90} if kernel is norm_and_rotate_kernel else {}
-
-
 if __name__ == "__main__":
     reports = [
-        compiled(kernel, constants | overlap(kernel, capability), types, capability, options)
+        compiled(kernel, constants, types, capability, options)
         for kernel, constants, types, options in VARIANTS
         for capability in map(int, sys.argv[1:])
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._triton_support import explain_tensors, overlap, round_up_to_power_of_two
+from hybridspec.ops._triton_support import explain_tensors, round_up_to_power_of_two
 
 __all__ = ["explain", "gated"]
 
@@ -32,5 +32,4 @@ def gated(x: Tensor, gate: Tensor, out: Tensor, is_silu: bool) -> None:
             IS_SILU=is_silu,
             num_warps=max(block // 256, 1),
             enable_fp_fusion=True,
-            **overlap(x),
         )  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybridspec.ops._triton_overlap import begin
-
 __all__ = ["gate_kernel"]
 
 
@@ -23,9 +21,7 @@ def gate_kernel(
     out_stride_n,
     BLOCK: tl.constexpr,
     IS_SILU: tl.constexpr,
-    IS_OVERLAPPED: tl.constexpr,
 ):
-    begin(IS_OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     d_offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = d_offs < size

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hybridspec.ops._requests import Batch
-from hybridspec.ops._triton_support import explain_tensors, overlap, round_up_to_power_of_two
+from hybridspec.ops._triton_support import explain_tensors, round_up_to_power_of_two
 from hybridspec.ops.causal_conv1d.call import Log, Rows, Taps
 
 __all__ = ["explain_prefill", "explain_verify", "prefill", "verify", "verify_bytes"]
@@ -45,7 +45,7 @@ def verify(rows: Rows, taps: Taps, log: Log, batch: Batch) -> None:
     from hybridspec.ops.causal_conv1d.triton_verify import verify_kernel
 
     tokens = round_up_to_power_of_two(batch.max_rows)
-    _launch(verify_kernel, rows, taps, log, batch, 1, TOKENS=tokens, num_warps=2, **overlap(rows.x))
+    _launch(verify_kernel, rows, taps, log, batch, 1, TOKENS=tokens, num_warps=2)
 
 
 def prefill(rows: Rows, taps: Taps, log: Log, batch: Batch) -> None:
@@ -60,7 +60,7 @@ def prefill(rows: Rows, taps: Taps, log: Log, batch: Batch) -> None:
 
 
 def _launch(
-    kernel: Any, rows: Rows, taps: Taps, log: Log, batch: Batch, programs: int, **options: Any
+    kernel: Any, rows: Rows, taps: Taps, log: Log, batch: Batch, programs: int, **options: int
 ) -> None:
     """Launch so many programs for each request and block of channels."""
     (x, out), (weight, bias, activation), (conv_ring, seq_len) = rows, taps, log

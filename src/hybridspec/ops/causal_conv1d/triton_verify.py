@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybridspec.ops._triton_overlap import begin
-
 __all__ = ["convolve", "verify_kernel"]
 
 
@@ -57,9 +55,8 @@ def verify_kernel(
     x_stride_n, weight_stride_d, weight_stride_w, conv_ring_stride_s, conv_ring_stride_r,
     out_stride_n,
     D: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK_D: tl.constexpr, IS_SILU: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+    BLOCK_D: tl.constexpr, IS_SILU: tl.constexpr,
 ):  # fmt: skip
-    begin(IS_OVERLAPPED)
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0)
     request = pid // BLOCKS

@@ -17,12 +17,6 @@ typedef unsigned long long uint64;
 
 extern __shared__ __align__(128) uint8 shared_memory[];
 
-// Wait for the launch before this one, then let the next one be made ready: see `Kernel.launch`.
-DEVICE void begin_launch() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 DEVICE uint32 lane_index() { return threadIdx.x & 31; }
 DEVICE uint32 warp_index() { return threadIdx.x >> 5; }
 DEVICE uint32 block_index() { return blockIdx.x; }

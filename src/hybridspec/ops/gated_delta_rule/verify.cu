@@ -60,7 +60,6 @@ DEVICE void stream(Chunk (&results)[TILES], const LaneRows& rows, const Asked& a
 }
 
 KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify(const Params p) {
-    begin_launch();
     const Work work;
     if (work.request >= p.num_requests) return;
 

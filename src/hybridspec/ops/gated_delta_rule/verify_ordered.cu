@@ -246,7 +246,6 @@ DEVICE void clear(Tiles (&sums)[2]) {
 }
 
 KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify_ordered(const Params p) {
-    begin_launch();
     const Work work;
     if (work.request >= p.num_requests) return;
 

@@ -194,7 +194,6 @@ DEVICE void fold(const LaneRows& rows, const Asked& asked, const Solved& solved,
 }
 
 KERNEL(32 * WARPS, BLOCKS_PER_MULTIPROCESSOR) verify_raw(const Params p) {
-    begin_launch();
     const Work work;
     if (work.request >= p.num_requests) return;
 

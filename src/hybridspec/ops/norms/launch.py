@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._triton_support import explain_tensors, overlap, round_up_to_power_of_two
+from hybridspec.ops._triton_support import explain_tensors, round_up_to_power_of_two
 
 __all__ = ["explain", "rms_norm"]
 
@@ -48,5 +48,4 @@ def rms_norm(x: Tensor, gate: Tensor | None, weight: Tensor, out: Tensor, eps: f
             BLOCK_D=block_d,
             num_warps=min(max(block_h * block_d // 512, 1), 16),
             enable_fp_fusion=True,
-            **overlap(x),
         )  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybridspec.ops._triton_overlap import begin
-
 __all__ = ["rms_norm_kernel"]
 
 
@@ -30,9 +28,7 @@ def rms_norm_kernel(
     D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    IS_OVERLAPPED: tl.constexpr,
 ):
-    begin(IS_OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     d_offs = tl.arange(0, BLOCK_D)[None, :]

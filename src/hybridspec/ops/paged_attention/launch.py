@@ -53,7 +53,7 @@ class LaunchConfig:
         num_warps: warps of a program.
         num_programs: programs that share the units.
         finish_programs: programs of the second launch for each part of a tile.
-        is_overlapped: whether each launch starts while the one before it runs.
+        is_overlapped: whether the second launch starts while the first one runs.
     """
 
     block_m: int
@@ -247,7 +247,6 @@ def verify(rows: Rows, pages: Pages, batch: Batch, *, config: LaunchConfig | Non
         k.stride()[:2], v.stride()[:2], k_pages.stride()[:3], out.stride()[:2],
         *page_table.stride(),
     )  # fmt: skip
-    behind = {"launch_pdl": True} if config.is_overlapped else {}
     with torch.cuda.device_of(q):
         split_kernel[(programs,)](
             q, k, v, k_pages, v_pages, out, parts, sums, cuts, *metadata, scale_log2,
@@ -256,14 +255,13 @@ def verify(rows: Rows, pages: Pages, batch: Batch, *, config: LaunchConfig | Non
             ALIGNMENT=row_alignment(k, v, k_pages, v_pages),
             num_warps=config.num_warps,
             enable_fp_fusion=True,
-            **behind,
         )  # fmt: skip
         finish_kernel[(config.finish_programs, 2 * programs)](
             k, v, parts, sums, cuts, k_pages, v_pages, out, *metadata, num_rows, *strides,
             **sizes.finish,
             num_warps=FINISH_WARPS,
             enable_fp_fusion=True,
-            **behind,
+            **({"launch_pdl": True} if config.is_overlapped else {}),
         )  # fmt: skip
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
-
-from hybridspec.ops._triton_overlap import begin as begin_launch
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["finish_kernel", "split_kernel"]
 
@@ -138,7 +136,8 @@ def split_kernel(
 
     GROUP query heads read a key head.
     """
-    begin_launch(IS_OVERLAPPED)
+    if IS_OVERLAPPED:
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     head_group, nth = pid % HEAD_GROUPS, pid // HEAD_GROUPS
     group_programs: tl.constexpr = PROGRAMS // HEAD_GROUPS

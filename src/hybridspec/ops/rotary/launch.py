@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridspec.ops._triton_support import explain_tensors, overlap, round_up_to_power_of_two
+from hybridspec.ops._triton_support import explain_tensors, round_up_to_power_of_two
 
 __all__ = ["explain", "norm_and_rotate"]
 
@@ -45,5 +45,4 @@ def norm_and_rotate(
             BLOCK_D=block_d,
             num_warps=4 if block_h * block_d >= 512 else 1,
             enable_fp_fusion=True,
-            **overlap(x),
         )  # fmt: skip

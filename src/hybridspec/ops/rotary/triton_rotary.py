@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybridspec.ops._triton_overlap import begin
-
 __all__ = ["norm_and_rotate_kernel"]
 
 
@@ -32,9 +30,7 @@ def norm_and_rotate_kernel(
     ROTARY: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    IS_OVERLAPPED: tl.constexpr,
 ):
-    begin(IS_OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d_offs = tl.arange(0, BLOCK_D)
