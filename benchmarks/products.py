@@ -1,7 +1,8 @@
 """Products of few rows with the weights of a 9B model: by torch, and by the algorithms chosen.
 
 Every result is compared with torch's before anything is timed; a product runs with weights of its
-own one after the other, as in a model, so that none is in the L2 cache.
+own one after the other, as in a model, so that none is in the L2 cache. Where a model norms the
+sum, the norm is timed too.
 
     python benchmarks/products.py --json benchmarks/results/products_h200.json
 """
@@ -14,14 +15,16 @@ from pathlib import Path
 import torch
 
 from harness import Variant, need_gpu, time_interleaved, write_rows
-from hybridspec.models.products import BLAS, Products, TunedProducts
+from hybridspec.models.products import BLAS, Products
+from hybridspec.models.tuned_products import TunedProducts
+from hybridspec.ops.norms import RmsNorm
 
 SHAPES = {
     "gate and up": ("linear", 24576, 4096),
-    "down": ("add", 4096, 12288),
+    "down": ("add_and_norm", 4096, 12288),
     "into a recurrent layer": ("linear", 12352, 4096),
     "into attention": ("linear", 10240, 4096),
-    "out of a layer": ("add", 4096, 4096),
+    "out of a layer": ("add_and_norm", 4096, 4096),
     "32,768 words": ("logits", 32768, 4096),
 }
 WEIGHTS = 6
@@ -37,10 +40,11 @@ class Call:
         self.use, self.weights = use, weights
         self.x = torch.randn(rows, terms, device="cuda").to(BFLOAT16)
         self.y = torch.randn(rows, columns, device="cuda").to(BFLOAT16)
+        self.norm = RmsNorm(torch.ones(columns, device="cuda"), 1e-6)
 
     def once(self, products: Products, weight: torch.Tensor) -> torch.Tensor:
-        if self.use == "add":
-            return products.add(self.y, self.x, weight)
+        if self.use == "add_and_norm":
+            return products.add_and_norm(self.y, self.x, weight, self.norm)[1]
         return getattr(products, self.use)(self.x, weight)
 
     def all(self, products: Products) -> None:
@@ -89,11 +93,14 @@ def main() -> None:
             us = {way: times[way].median / WEIGHTS for way in times}
             size, shape = weights[name][0].numel(), weights[name][0].shape
             floor = 1e6 * max(2 * size / READ_RATE, 2 * size * count / PRODUCT_RATE)
-            is_own = any(case[:3] == (count, *shape) for case in tuned.found)
-            rows.append({"name": name, "rows": count, **us, "floor": floor, "is_own": is_own})
+            own = tuned.found.get((use, count, *shape))
+            rows.append(
+                {"name": name, "rows": count, **us, "floor": floor, "parts": own and own.case.parts}
+            )
+            way = "torch" if own is None else f"parts: {own.case.parts}"
             print(
                 f"{name:24} {count:4} rows  torch {us['torch']:6.1f} us  chosen "
-                f"{us['chosen']:6.1f}  floor {floor:6.1f}{'' if is_own else '  (torch)'}",
+                f"{us['chosen']:6.1f}  floor {floor:6.1f}  {way}",
                 flush=True,
             )
     write_rows(rows, options.json)

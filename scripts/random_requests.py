@@ -120,8 +120,8 @@ def random_case(
     start = rng.choice([0, 0, rng.randrange(len(text) // 2)])
     tokenizer, vocab = llm.tokenizer, llm.model_config.vocab_size
     assert tokenizer is not None
-    length = min(rng.choice([3, 20, 64, 65, 150, 500]), args.longest)
-    prompt = tokenizer.encode(text[start : start + length])
+    end = start + min(rng.choice([3, 20, 64, 65, 150, 500]), args.longest)
+    prompt = tokenizer.encode(text[start:end])
 
     def token() -> int:
         return rng.randrange(vocab)
@@ -167,27 +167,25 @@ def make_cases(args: argparse.Namespace, llm: LLM) -> list[Case]:
     rng = random.Random(args.seed)
     texts = [prompt.text for kind in ("code", "docs") for prompt in held_out_prompts(kind)]
     # Steps of requests that want log-probabilities are not captured: every other block has none.
-    return [
-        random_case(rng, texts, llm, args, has_logprobs=i // BLOCK % 2 == 1)
-        for i in range(args.requests)
-    ]
+    wants = [i // BLOCK % 2 == 1 for i in range(args.requests)]
+    return [random_case(rng, texts, llm, args, has_logprobs=one) for one in wants]
 
 
 def decoded(llm: LLM, *cases: Case) -> list[Got]:
     """Decode requests side by side, plainly."""
     plainly = [replace(case.params, draft_tokens=None) for case in cases]
     pairs = zip([case.prompt for case in cases], plainly, strict=True)
-    requests = [llm._engine.make_request(*pair) for pair in pairs]
+    engine = llm._engine
+    requests = [engine.make_request(*pair) for pair in pairs]
     for request in requests:
-        llm._engine.submit(request)
-    while llm._engine.has_work:
-        llm._engine.step()
+        engine.submit(request)
+    while engine.has_work:
+        engine.step()
     return [Got.of(request) for request in requests]
 
 
 def all_alone(args: argparse.Namespace, cases: Sequence[Case], plain: LLM) -> list[Got]:
     """Decode every request by itself, or read what came of that before."""
-    # What the requests depend on.
     drawn_by = [args.seed, args.max_tokens, args.draft_tokens, args.longest]
     if args.alone is not None and args.alone.exists():
         kept = json.loads(args.alone.read_text())
@@ -196,8 +194,8 @@ def all_alone(args: argparse.Namespace, cases: Sequence[Case], plain: LLM) -> li
             raise SystemExit(f"alone: {args.alone} has {has}, expected {len(cases)} of {drawn_by}")
         return [Got(*one) for one in kept["found"][: len(cases)]]
     found = [decoded(plain, case)[0] for case in cases[: args.apart]]
-    for first in range(len(found), len(cases), BLOCK):
-        found += decoded(plain, *cases[first : first + BLOCK])
+    for i in range(len(found), len(cases), BLOCK):
+        found += decoded(plain, *cases[i : i + BLOCK])
     if args.alone is not None:
         rows = [[one.tokens, one.reasons, one.logprobs] for one in found]
         args.alone.write_text(json.dumps({"drawn_by": drawn_by, "found": rows}))
@@ -350,11 +348,10 @@ def run_drafter(
         for one in request.continuations:
             if one.finish_reason in ("stop", "length") and one.stats.committed_per_step:
                 ends[one.stats.committed_per_step[-1]] += 1
-    allocator, counters = engine.allocator, engine.counters()
-    num_held = engine.pools.num_pages - allocator.num_free_pages
-    if allocator.num_live or num_held or grown > 0:
-        left = f"{allocator.num_live} slots and {num_held} pages are held"
-        wrong.append(f"{left}, memory grew by {grown} bytes")
+    live, counters = engine.allocator.num_live, engine.counters()
+    num_held = engine.pools.num_pages - engine.allocator.num_free_pages
+    if live or num_held or grown > 0:
+        wrong.append(f"{live} slots and {num_held} pages are held, memory grew by {grown} bytes")
     every = [one for request in requests for one in request.continuations]
     return {
         "drafter": drafter,

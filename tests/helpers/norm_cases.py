@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from hybridspec.ops import activations
-from hybridspec.ops.norms import gated_rms_norm, rms_norm
+from hybridspec.ops.norms import add_rms_norm, gated_rms_norm, rms_norm
 
 __all__ = [
     "CASES",
     "EPS",
     "GATE_CASES",
+    "check_add",
     "check_gates",
     "check_norms",
     "expected",
@@ -112,3 +113,22 @@ def check_gates(name: str, dtype: torch.dtype, device: str, bound: float) -> Non
         torch.testing.assert_close(mine.double().cpu(), theirs, rtol=bound, atol=bound)
     if len(y):
         assert y._base[:, :8].isnan().all() and y._base[:, -8:].isnan().all()
+
+
+def check_add(num_parts: int, size: int, dtype: torch.dtype, device: str, bound: float) -> None:
+    """Compare the sum of parts and its norm with fp64; the sum is rounded before it is normed."""
+    generator = torch.Generator().manual_seed(num_parts)
+    drawn = [
+        torch.randn(shape, generator=generator) for shape in ((num_parts, 5, size + 3), (size,))
+    ]
+    room = torch.randn(5, 2 * size, generator=generator).to(dtype).to(device)
+    parts, weight = (one.to(device) for one in drawn)
+    parts, residual = parts[..., :size], room[:, size:]
+    right = (parts.double().sum(0) + residual.double()).to(dtype)
+    left = room[:, :size].clone()
+    out = torch.full((5, size), torch.nan, dtype=dtype, device=device)
+    assert add_rms_norm(parts, residual, weight, EPS, out=out, backend="triton") is out
+    torch.testing.assert_close(residual.double(), right.double(), rtol=bound, atol=bound)
+    assert torch.equal(room[:, :size], left)
+    normed = expected(residual, None, weight)
+    torch.testing.assert_close(out.double().cpu(), normed, rtol=bound, atol=bound)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from hybridspec.errors import UnsupportedError
 from hybridspec.models import HybridModel
 from hybridspec.models.mlp import MoeMlp
-from hybridspec.models.products import OrderedProducts, TunedProducts
+from hybridspec.models.products import OrderedProducts
+from hybridspec.models.tuned_products import TunedProducts
 from hybridspec.ops import experts
 from hybridspec.ops.products import explain_order, rows_as_torch
 

@@ -24,6 +24,7 @@ from hybridspec.models.layers import (
     Rotary,
     Rows,
 )
+from hybridspec.models.mlp import MoeMlp
 from hybridspec.models.mtp import MtpHead
 from hybridspec.models.products import BLAS, Products
 from hybridspec.models.weights import MTP_PREFIX, WeightReader, embedding_name
@@ -41,9 +42,9 @@ MIXERS: dict[str, type[Mixer]] = {
 # By name: the method of `Products` that uses it.
 _MATRICES = {
     "in_weight": "linear",
-    "out_weight": "add",
+    "out_weight": "add_and_norm",
     "gate_up_weight": "linear",
-    "down_weight": "add",
+    "down_weight": "add_and_norm",
     "router_weight": "linear",
 }
 _Files = Checkpoint | DummyCheckpoint
@@ -95,7 +96,8 @@ class HybridModel:
             for part in (layer.mixer, layer.mlp):
                 for name, use in _MATRICES.items():
                     if hasattr(part, name):
-                        yield use, getattr(part, name)
+                        is_apart = name == "out_weight" and isinstance(layer.mlp, MoeMlp)
+                        yield "add" if is_apart else use, getattr(part, name)
         yield "logits", self.head
 
     def forward(self, step: Step, memories: Sequence[Any]) -> Tensor:
@@ -112,9 +114,11 @@ class HybridModel:
         """
         rows = Rows(step, self.rotary.rows(step.positions))
         x = F.embedding(step.token_ids, self.embedding)
-        for layer, memory in zip(self.layers, memories, strict=True):
-            x = layer.forward(x, rows, memory)
-        return self.norm.forward(x)
+        y = self.layers[0].mixer_norm.forward(x)
+        behind = [*(layer.mixer_norm for layer in self.layers[1:]), self.norm]
+        for layer, memory, norm in zip(self.layers, memories, behind, strict=True):
+            x, y = layer.forward(x, y, rows, memory, norm)
+        return y
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the LM head's logits [N, vocab] of hidden states [N, D], fp32 (fp64 if fp64).

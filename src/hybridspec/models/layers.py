@@ -2,9 +2,9 @@
 
 Plain objects with a `forward`, because on a CPU the module machinery costs as much as a small
 matrix product. `Step.is_prefill` alone decides whether rows are stored or appended. Every mixer has
-the same form, so that another kind needs no change here: `forward(x, residual, rows, memory)`, and
-what an engine asks before it is built: `memory_spec`, the memory that it is given, and `refusals`,
-which backends of its ops would not serve it.
+the same form, so that another kind needs no change here: `forward(x, rows, memory)` in front of its
+`out_weight`, and what an engine asks before it is built: `memory_spec`, the memory that it is
+given, and `refusals`, which backends of its ops would not serve it.
 """
 
 from __future__ import annotations
@@ -108,8 +108,13 @@ class Mixer(Protocol):
         """Ask each op of such a layer which of its backends would not serve it."""
         ...
 
-    def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: Any) -> Tensor:
-        """Add rows [N, D], mixed along their requests, to others; appends to the memory's logs."""
+    @property
+    def out_weight(self) -> Tensor:
+        """What the mixed rows are multiplied with, [D, F]."""
+        ...
+
+    def forward(self, x: Tensor, rows: Rows, memory: Any) -> Tensor:
+        """Mix rows [N, D] along their requests, into [N, F]; appends to the memory's logs."""
         ...
 
 
@@ -181,8 +186,8 @@ class GdnLayer:
             ),
         }
 
-    def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: GdnMemory) -> Tensor:
-        """Add rows [N, D], mixed along their requests, to others; appends to the memory's logs."""
+    def forward(self, x: Tensor, rows: Rows, memory: GdnMemory) -> Tensor:
+        """Mix rows [N, D] along their requests, into [N, HV V]; appends to the memory's logs."""
         g, step = self.config.gdn, rows.step
         keys, values = (-1, g.num_key_heads, g.key_dim), (-1, g.num_value_heads, g.value_dim)
         q_size, v_size = keys[1] * keys[2], values[1] * values[2]
@@ -192,8 +197,7 @@ class GdnLayer:
         )
         q, k, v = self._convolve(qkv, step, memory).split_with_sizes((q_size, q_size, v_size), -1)
         y = self._mix(q.view(keys), k.view(keys), v.view(values), a, b, step, memory)
-        y = self.norm.forward_gated(y, z.view(values))
-        return self.products.add(residual, y.flatten(-2), self.out_weight)
+        return self.norm.forward_gated(y, z.view(values)).flatten(-2)
 
     def _convolve(self, qkv: Tensor, step: Step, memory: GdnMemory) -> Tensor:
         logs = (
@@ -307,8 +311,8 @@ class AttentionLayer:
             ),
         }
 
-    def forward(self, x: Tensor, residual: Tensor, rows: Rows, memory: KvMemory) -> Tensor:
-        """Add what rows [N, D] find in their requests' pages to others; appends there first."""
+    def forward(self, x: Tensor, rows: Rows, memory: KvMemory) -> Tensor:
+        """Return what rows [N, D] find in their requests' pages, [N, Hq d]; appends there first."""
         c, step = self.config, rows.step
         q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_kv_heads * c.head_dim
         qk, v, gate = self.products.linear(x, self.in_weight).split_with_sizes(
@@ -331,8 +335,7 @@ class AttentionLayer:
                 q, k, v, *logs, max_verify_tokens=step.max_seqlen, backend=self.verify_backend
             )
         y = y.flatten(-2)
-        y = sigmoid_gate(y, gate, out=y) if y.is_cuda else y.mul_(gate.sigmoid())
-        return self.products.add(residual, y, self.out_weight)
+        return sigmoid_gate(y, gate, out=y) if y.is_cuda else y.mul_(gate.sigmoid())
 
     def _norm_and_rotate(self, qk: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         weight = self.qk_norm.weight
@@ -355,14 +358,36 @@ class DecoderLayer:
         mixer: the layer that mixes rows along a request.
         mlp: the layer that acts on each row.
         mixer_norm, mlp_norm: norms in front of them.
+        products: how rows are multiplied with weights.
     """
 
     mixer: Mixer
     mlp: Mlp | MoeMlp
     mixer_norm: RmsNorm
     mlp_norm: RmsNorm
+    products: Products = BLAS
 
-    def forward(self, x: Tensor, rows: Rows, memory: Any) -> Tensor:
-        """Return the residual stream after this layer, [N, D]; appends to the memory's logs."""
-        x = self.mixer.forward(self.mixer_norm.forward(x), x, rows, memory)
-        return self.mlp.forward(x, self.mlp_norm)
+    def forward(
+        self, x: Tensor, y: Tensor, rows: Rows, memory: Any, behind: RmsNorm
+    ) -> tuple[Tensor, Tensor]:
+        """Run rows through this layer and append to the memory's logs.
+
+        A norm belongs to the sum in front of it, since one launch may do both.
+
+        Args:
+            x: the residual stream, [N, D]; may be overwritten.
+            y: its norm, by `mixer_norm`; in.
+            rows: their layout.
+            memory: of the mixer.
+            behind: the norm behind this layer.
+
+        Returns:
+            The residual stream after it, and its norm.
+        """
+        products, mixed = self.products, self.mixer.forward(y, rows, memory)
+        if isinstance(self.mlp, MoeMlp):  # one launch may do its norm as well
+            x = products.add(x, mixed, self.mixer.out_weight)
+            x = self.mlp.forward(x, self.mlp_norm)
+            return x, behind.forward(x)
+        x, y = products.add_and_norm(x, mixed, self.mixer.out_weight, self.mlp_norm)
+        return products.add_and_norm(x, self.mlp.forward(y), self.mlp.down_weight, behind)

@@ -28,10 +28,9 @@ class Mlp:
     down_weight: Tensor
     products: Products = BLAS
 
-    def forward(self, x: Tensor, norm: RmsNorm) -> Tensor:
-        """Return x + mlp(norm(x)), [N, D]; `x` may be overwritten."""
-        y = _gated(self.products.linear(norm.forward(x), self.gate_up_weight))
-        return self.products.add(x, y, self.down_weight)
+    def forward(self, x: Tensor) -> Tensor:
+        """Return silu(gate x) * up x, [N, F], of rows [N, D]."""
+        return _gated(self.products.linear(x, self.gate_up_weight))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

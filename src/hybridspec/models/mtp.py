@@ -60,5 +60,5 @@ class MtpHead:
         embedded = self.embedding_norm.forward(F.embedding(token_ids, self.embedding))
         x = torch.cat((embedded, self.hidden_norm.forward(hidden)), dim=-1)
         x = F.linear(x, self.in_weight)
-        x = self.layer.forward(x, Rows(step, self.rotary.rows(step.positions)), memory)
-        return self.norm.forward(x)
+        y, rows = self.layer.mixer_norm.forward(x), Rows(step, self.rotary.rows(step.positions))
+        return self.layer.forward(x, y, rows, memory, self.norm)[1]

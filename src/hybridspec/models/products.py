@@ -1,19 +1,17 @@
-"""Products of rows with weights: torch's, the quickest there are, or with sums in one order."""
+"""Products of rows with weights: torch's, or with sums in one order."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridspec.ops.products import cublaslt, multiply, tune
-from hybridspec.ops.products.cublaslt import Case, Product
+from hybridspec.ops.norms import RmsNorm
+from hybridspec.ops.products import multiply
 
-__all__ = ["BLAS", "PRODUCTS", "OrderedProducts", "Products", "TunedProducts", "products_of"]
+__all__ = ["BLAS", "PRODUCTS", "OrderedProducts", "Products", "products_of"]
 
 PRODUCTS = "products"  # the op, as engines name it
 
@@ -29,12 +27,29 @@ class Products(Protocol):
         """Return residual + x W^T, rounded once; the residual may be overwritten."""
         ...
 
+    def add_and_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, norm: RmsNorm
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `add` does, and its norm."""
+        ...
+
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return x W^T in fp32 (fp64 if `hidden` is)."""
         ...
 
 
-class _Blas:
+class _Normed:
+    """The norm of a sum, in a launch of its own."""
+
+    def add_and_norm(
+        self: Products, residual: Tensor, x: Tensor, weight: Tensor, norm: RmsNorm
+    ) -> tuple[Tensor, Tensor]:
+        """See `Products`."""
+        added = self.add(residual, x, weight)
+        return added, norm.forward(added)
+
+
+class _Blas(_Normed):
     """As torch multiplies; on a CPU logits are rounded to the weight's dtype and then widened."""
 
     linear = staticmethod(F.linear)
@@ -49,79 +64,7 @@ class _Blas:
         return logits if logits.dtype is torch.float64 else logits.float()
 
 
-class TunedProducts:
-    """As torch multiplies, or by the algorithm of cuBLASLt that was measured to be quicker.
-
-    Attributes:
-        found: by case, the products that have an algorithm of their own.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[Case, Product] = {}
-
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See `Products`."""
-        product = self.found.get(Case.of(x, weight, x.dtype, adds=False))
-        if product is None or not product.takes(x):
-            return BLAS.linear(x, weight)
-        out = x.new_empty(x.shape[0], weight.shape[0])
-        product.run(x, weight, out)
-        return out
-
-    def add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """See `Products`."""
-        product = self.found.get(Case.of(x, weight, residual.dtype, adds=True))
-        if product is None or not product.takes(x, residual):
-            return BLAS.add(residual, x, weight)
-        product.run(x, weight, residual)
-        return residual
-
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """See `Products`."""
-        product = self.found.get(Case.of(hidden, weight, torch.float32, adds=False))
-        if product is None or not product.takes(hidden):
-            return BLAS.logits(hidden, weight)
-        out = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
-        product.run(hidden, weight, out)
-        return out
-
-    def tune(self, weights: Iterable[tuple[str, Tensor]], row_counts: Iterable[int]) -> None:
-        """Look for the quickest algorithms.
-
-        Args:
-            weights: each with the method above that it is used by.
-            row_counts: numbers of rows that captured steps have.
-        """
-        of_a_kind: dict[tuple[str, torch.Size], list[Tensor]] = defaultdict(list)
-        for use, weight in weights:
-            # The library wants rows on 16-byte boundaries for its quick algorithms.
-            if Product.takes(weight) and not any(size % 8 for size in weight.shape):
-                of_a_kind[use, weight.shape].append(weight)
-        uses = []
-        for (use, (columns, terms)), alike in of_a_kind.items():
-            out_dtype = torch.float32 if use == "logits" else alike[0].dtype
-            uses += [
-                (
-                    Case(rows, columns, terms, alike[0].dtype, out_dtype, use == "add"),
-                    alike,
-                    _TORCH[use],
-                )
-                for rows in sorted(set(row_counts))
-            ]
-        if uses and cublaslt.explain() is None:
-            device = uses[0][1][0].device
-            scratch = torch.empty(cublaslt.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-            self.found = tune.measured(uses, scratch)
-
-
-_TORCH = {
-    "linear": lambda x, weight, out: torch.mm(x, weight.t(), out=out),
-    "add": lambda x, weight, out: out.addmm_(x, weight.t()),
-    "logits": lambda x, weight, out: torch.mm(x, weight.t(), out_dtype=torch.float32, out=out),
-}
-
-
-class OrderedProducts:
+class OrderedProducts(_Normed):
     """As `hybridspec.ops.products` multiplies: a row's bits do not depend on other rows.
 
     Attributes:
@@ -152,8 +95,8 @@ BLAS: Products = _Blas()
 
 def products_of(backend: str) -> Products:
     """Return the products that a backend names: "ordered", "tuned", or torch's for another name."""
-    kinds: dict[str, type[OrderedProducts] | type[TunedProducts]] = {
-        "ordered": OrderedProducts,
-        "tuned": TunedProducts,
-    }
-    return kinds[backend]() if backend in kinds else BLAS
+    if backend == "tuned":
+        from hybridspec.models.tuned_products import TunedProducts
+
+        return TunedProducts()
+    return OrderedProducts() if backend == "ordered" else BLAS

@@ -208,6 +208,7 @@ class WeightReader:
             mlp=self._moe(mlp) if has_experts else self._mlp(mlp, self.config.ffn_size),
             mixer_norm=self._norm(f"{prefix}input_layernorm.weight", size),
             mlp_norm=self._norm(f"{prefix}post_attention_layernorm.weight", size),
+            products=self.products,
         )
 
     def _mlp(self, prefix: str, ffn_size: int) -> Mlp:

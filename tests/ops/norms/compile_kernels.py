@@ -6,7 +6,7 @@ import json
 import sys
 
 from helpers.triton_resources import compiled
-from hybridspec.ops.norms.triton_norms import rms_norm_kernel
+from hybridspec.ops.norms.triton_norms import add_rms_norm_kernel, rms_norm_kernel
 
 TYPES = {
     "x_ptr": "*bf16", "gate_ptr": "*bf16", "weight_ptr": "*fp32", "out_ptr": "*bf16",
@@ -29,6 +29,18 @@ if __name__ == "__main__":
             {"num_warps": num_warps},
         )
         for size, heads, num_warps, constants in VARIANTS
+        for capability in map(int, sys.argv[1:])
+    ]
+    types = {"parts_ptr": "*fp32", "residual_ptr": "*bf16", "weight_ptr": "*fp32"}
+    types |= {"out_ptr": "*bf16", "eps": "fp32"}
+    reports += [
+        compiled(
+            add_rms_norm_kernel,
+            {"PARTS": 2, "D": 4096, "BLOCK_D": 4096},
+            types,
+            capability,
+            {"num_warps": 8},
+        )
         for capability in map(int, sys.argv[1:])
     ]
     print(json.dumps(reports))

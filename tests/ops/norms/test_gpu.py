@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.norm_cases import CASES, check_norms
+from helpers.norm_cases import CASES, check_add, check_norms
 
 pytestmark = pytest.mark.gpu
 
@@ -22,3 +22,10 @@ def test_kernel(name: str) -> None:
 def test_16_bits(name: str, dtype: torch.dtype, bound: float) -> None:
     """One rounding of the result."""
     check_norms(name, dtype, "cuda", bound)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+@pytest.mark.parametrize("size", [24, 100, 4096, 5120])
+def test_sums_and_their_norm(num_parts: int, size: int) -> None:
+    check_add(num_parts, size, torch.float32, "cuda", 2e-6)
+    check_add(num_parts, size, torch.bfloat16, "cuda", 8e-3)

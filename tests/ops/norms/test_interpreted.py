@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.norm_cases import CASES, EPS, check_norms, make_norm
+from helpers.norm_cases import CASES, EPS, check_add, check_norms, make_norm
 from hybridspec.ops.norms import launch
 
 pytestmark = pytest.mark.interpreted
@@ -33,3 +33,10 @@ def test_what_it_refuses() -> None:
         ((four, None, ones, four, EPS), "x has 4 dimensions"),
     ):
         assert reason in launch.explain(*call)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+@pytest.mark.parametrize("size", [24, 100])
+def test_sums_and_their_norm(num_parts: int, size: int) -> None:
+    check_add(num_parts, size, torch.float32, "cpu", 2e-6)
+    check_add(num_parts, size, torch.float16, "cpu", 1e-3)

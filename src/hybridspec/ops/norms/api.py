@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridspec.ops._checks import FLOATS, WIDE, check_dtype, check_last_stride
+from hybridspec.ops._checks import FLOATS, WIDE, Dims, check, check_dtype, check_last_stride
 from hybridspec.ops._library import register_kernel
 from hybridspec.ops.norms import launch, reference
 
-__all__ = ["gated_rms_norm", "rms_norm"]
+__all__ = ["add_rms_norm", "gated_rms_norm", "rms_norm"]
 
 
 def rms_norm(
@@ -62,6 +62,41 @@ def gated_rms_norm(
     return _run(x, gate, weight, eps, out, backend)
 
 
+def add_rms_norm(
+    parts: Tensor, residual: Tensor, weight: Tensor, eps: float, *,
+    out: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """Add the parts of a product to rows, and RMS-normalise these; only `residual` is modified.
+
+    residual += sum of parts;  y = residual / sqrt(mean(residual^2) + eps) * weight
+
+    Args:
+        parts: [P, N, D], fp32 or fp64, last stride 1; in.
+        residual: [N, D], any strides whose last is 1; in-out.
+        weight: the whole factor, [D], dtype of `parts`; last stride 1; in.
+        eps: added to the mean square.
+        out: where to write the norm, shape and dtype of `residual`; last stride 1; out.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        The norm in the shape and dtype of `residual`.
+
+    Raises:
+        TypeError, UnsupportedError, ValueError: as `rms_norm`.
+
+    Numerics:
+        Parts are added in their order, then the residual, and the sum is rounded to its dtype
+        once; what is rounded is normed in the dtype of `weight`, and rounded once.
+
+    Source:
+        See `rms_norm`.
+    """
+    if out is None and isinstance(residual, Tensor):
+        out = residual.new_empty(residual.shape)
+    _add_op(parts, residual, weight, out, eps, backend=backend)
+    return out
+
+
 def _run(
     x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, out: Tensor | None, backend: str
 ) -> Tensor:
@@ -93,4 +128,28 @@ def _check(x: Tensor, gate: Tensor | None, weight: Tensor, out: Tensor, eps: flo
     check_dtype("out", out, x.dtype)
 
 
+def _check_add(parts: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
+    dims: Dims = {}
+    check("parts", parts, "P N D", dims)
+    check("residual", residual, "N D", dims)
+    check("weight", weight, "D", dims)
+    check("out", out, "N D", dims)
+    check_dtype("parts", parts, *WIDE)
+    check_dtype("weight", weight, parts.dtype)
+    check_dtype("residual", residual, *FLOATS)
+    check_dtype("out", out, residual.dtype)
+    named = {"parts": parts, "residual": residual, "weight": weight, "out": out}
+    for name, tensor in named.items():
+        check_last_stride(name, tensor)
+    if parts.shape[0] == 0:
+        raise ValueError("parts: expected one or more, got 0")
+
+
 _op = register_kernel("norms.rms_norm", launch.explain, launch.rms_norm, reference.rms_norm, _check)
+_add_op = register_kernel(
+    "norms.add_rms_norm",
+    launch.explain_add,
+    launch.add_rms_norm,
+    reference.add_rms_norm,
+    _check_add,
+)

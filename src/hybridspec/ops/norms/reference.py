@@ -9,7 +9,7 @@ from torch import Tensor
 from hybridspec.ops._autocast import without_autocast
 from hybridspec.ops._library import Written
 
-__all__ = ["gdn_gates", "rms_norm", "widened"]
+__all__ = ["add_rms_norm", "gdn_gates", "rms_norm", "widened"]
 
 
 def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -29,6 +29,21 @@ def rms_norm(
     if gate is not None:
         y = y * F.silu(widened(gate, weight.dtype))
     out.copy_(y)
+
+
+def add_rms_norm(
+    parts: Tensor,
+    residual: Written[Tensor],
+    weight: Tensor,
+    out: Written[Tensor],
+    eps: float,
+) -> None:
+    """See `api.add_rms_norm`."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    residual.copy_(total + residual)
+    rms_norm(residual, None, weight, out, eps)
 
 
 @without_autocast

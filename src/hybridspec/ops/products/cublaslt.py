@@ -26,12 +26,13 @@ _PROPOSALS = 16
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _COMPUTE_FP32, _TRANSPOSED = 68, 1
 _DESC_TRANSA = 3
+_LAYOUT_COUNT, _LAYOUT_DISTANCE = 5, 6
 _PREFERENCE_WORKSPACE, _PREFERENCE_REDUCTION = 1, 3
 _REDUCTION_FP32 = 2  # parts of a split sum are added in fp32, not in the dtype of the result
 
 
 class Case(NamedTuple):
-    """A product y = x W^T (+ y) of one size.
+    """A product y = x W^T (+ y) of one size, or its parts.
 
     Attributes:
         rows: N of x [N, D] and y [N, F].
@@ -40,6 +41,8 @@ class Case(NamedTuple):
         dtype: of x and W, bfloat16 or float16.
         out_dtype: of y, that or float32.
         adds: whether to y is added what it holds.
+        parts: P, into which the terms are cut; with more than one, y is [P, N, F] and holds the
+            sums of each.
     """
 
     rows: int
@@ -47,12 +50,8 @@ class Case(NamedTuple):
     terms: int
     dtype: torch.dtype
     out_dtype: torch.dtype
-    adds: bool
-
-    @classmethod
-    def of(cls, x: Tensor, weight: Tensor, out_dtype: torch.dtype, adds: bool) -> Case:
-        """Return the case of these rows and this weight."""
-        return cls(x.shape[0], *weight.shape, x.dtype, out_dtype, adds)
+    adds: bool = False
+    parts: int = 1
 
 
 class _Algorithm(ctypes.Structure):
@@ -122,9 +121,10 @@ class _Sizes:
             "cublasLtMatmulDescSetAttribute",
             self.operation, _DESC_TRANSA, byref(transposed), c_size_t(4),
         )  # fmt: skip
-        self.weight = _layout(case.terms, case.columns, case.dtype)
-        self.x = _layout(case.terms, case.rows, case.dtype)
-        self.out = _layout(case.columns, case.rows, case.out_dtype)
+        part, size = case.terms // case.parts, case.rows * case.columns
+        self.weight = _layout(part, case.columns, case.dtype, case.terms, case.parts, part)
+        self.x = _layout(part, case.rows, case.dtype, case.terms, case.parts, part)
+        self.out = _layout(case.columns, case.rows, case.out_dtype, case.columns, case.parts, size)
 
 
 @functools.cache
@@ -132,12 +132,23 @@ def _sizes(case: Case) -> _Sizes:
     return _Sizes(case)
 
 
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> c_void_p:
+def _layout(
+    rows: int, columns: int, dtype: torch.dtype, stride: int, count: int, distance: int
+) -> c_void_p:
+    """Describe matrices by columns: `count` of them, each `distance` elements behind the last."""
     layout = c_void_p()
     _call(
         "cublasLtMatrixLayoutCreate",
-        byref(layout), _TYPES[dtype], c_uint64(rows), c_uint64(columns), c_int64(rows),
+        byref(layout), _TYPES[dtype], c_uint64(rows), c_uint64(columns), c_int64(stride),
     )  # fmt: skip
+    for attribute, value in (
+        (_LAYOUT_COUNT, c_int32(count)),
+        (_LAYOUT_DISTANCE, c_int64(distance)),
+    ):
+        _call(
+            "cublasLtMatrixLayoutSetAttribute",
+            layout, attribute, byref(value), c_size_t(ctypes.sizeof(value)),
+        )  # fmt: skip
     return layout
 
 
@@ -184,7 +195,7 @@ class Product:
     """
 
     def __init__(self, case: Case, algorithm: bytes, workspace: Tensor) -> None:
-        self._sizes, self._workspace = _sizes(case), workspace
+        self.case, self._sizes, self._workspace = case, _sizes(case), workspace
         self._algorithm = _Algorithm.from_buffer_copy(algorithm)
         self._handle = _handle(workspace.device.index)
         self._factors = c_float(1.0), c_float(float(case.adds))
@@ -208,7 +219,7 @@ class Product:
         Args:
             x: rows, [N, D]; in.
             weight: [F, D]; in.
-            out: [N, F]; in-out where the case adds, else out.
+            out: [N, F], or its parts [P, N, F]; in-out where the case adds, else out.
         """
         sizes, (alpha, beta) = self._sizes, self._factors
         place = c_void_p(out.data_ptr())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from hybridspec.ops._row_order import random_rows
 from hybridspec.ops.products import cublaslt
 from hybridspec.ops.products.cublaslt import Case, Product
 
-__all__ = ["Use", "measured"]
+__all__ = ["Run", "Use", "measured"]
 
 _ROUNDS = 5
 _CALLS = 6  # of a round, with other weights, so that none lies in the L2 cache
@@ -26,71 +27,77 @@ _GAIN = 0.97  # of torch's time: what is not quicker than that is not worth anot
 _TOLERANCE = 0.02  # of the largest element: two roundings to 16 bits
 _WAIT_CYCLES = 2_000_000  # the device waits, so that the host is ahead of it
 
-# A kind of product, the weights that it is made with, and torch's way to do it.
-Use = tuple[Case, Sequence[Tensor], Callable[[Tensor, Tensor, Tensor], None]]
+Run = Callable[[Tensor, Tensor, Tensor], None]  # x [N, D], weight [F, D], out [N, F]
 
 
-def measured(uses: Sequence[Use], workspace: Tensor) -> dict[Case, Product]:
-    """Return the products that are quicker by an algorithm of their own than torch makes them.
+class Use(NamedTuple):
+    """Something that is done with a product.
+
+    Attributes:
+        cases: ways to make the product.
+        weights: that it is made with, of one shape, contiguous.
+        with_torch: does it torch's way.
+        with_product: returns what does it with a product of one of the cases.
+        out_dtype: of the result.
+    """
+
+    cases: Sequence[Case]
+    weights: Sequence[Tensor]
+    with_torch: Run
+    with_product: Callable[[Product], Run]
+    out_dtype: torch.dtype
+
+
+def measured(uses: Sequence[Use], workspace: Tensor) -> list[Product | None]:
+    """Return for each use the product that makes it quicker than torch does, or None.
 
     Args:
-        uses: what is looked at; weights of one shape, contiguous.
+        uses: what is looked at.
         workspace: cublaslt.WORKSPACE_BYTES of scratch.
     """
-    named = [
-        [*case[:3], str(case.dtype), str(case.out_dtype), case.adds, len(weights)]
-        for case, weights, _ in uses
-    ]
+    named = [[[str(part) for case in use.cases for part in case], len(use.weights)] for use in uses]
     key = _kernel_cache.digest_of(
         b"products", str(cublaslt.library_version()).encode(), torch.__version__.encode(),
         torch.cuda.get_device_name(workspace.device).encode(), json.dumps(named).encode(),
     )  # fmt: skip
 
     def measure() -> bytes:
-        found = [_quickest(*use, workspace) for use in uses]
-        return json.dumps([None if one is None else one.hex() for one in found]).encode()
+        found = [_quickest(use, workspace) for use in uses]
+        return json.dumps([one and [one[0], one[1].hex()] for one in found]).encode()
 
     kept = json.loads(_kernel_cache.cached(key, measure))
-    return {
-        case: Product(case, bytes.fromhex(algorithm), workspace)
-        for (case, _, _), algorithm in zip(uses, kept, strict=True)
-        if algorithm is not None
-    }
+    return [
+        one and Product(use.cases[one[0]], bytes.fromhex(one[1]), workspace)
+        for use, one in zip(uses, kept, strict=True)
+    ]
 
 
-def _quickest(
-    case: Case,
-    weights: Sequence[Tensor],
-    torch_run: Callable[[Tensor, Tensor, Tensor], None],
-    workspace: Tensor,
-) -> bytes | None:
-    """Return the quickest algorithm, or None if torch's is as quick."""
-    x = random_rows(case.rows, case.terms, weights[0])
-    out = torch.zeros(case.rows, case.columns, device=x.device, dtype=case.out_dtype)
-    runs: dict[bytes, Callable[[Tensor, Tensor, Tensor], None]] = {b"": torch_run}
-    for algorithm in cublaslt.candidates(case, x.device.index):
-        try:
-            runs[algorithm] = Product(case, algorithm, workspace).run
-        except RuntimeError:
-            continue
-    torch_run(x, weights[0], out)
+def _quickest(use: Use, workspace: Tensor) -> tuple[int, bytes] | None:
+    """Return the case and the algorithm that are the quickest, or None if torch is as quick."""
+    rows, weight = use.cases[0].rows, use.weights[0]
+    x = random_rows(rows, weight.shape[1], weight)
+    out = torch.zeros(rows, weight.shape[0], device=x.device, dtype=use.out_dtype)
+    runs: dict[tuple[int, bytes], Run] = {}
+    for number, case in enumerate(use.cases):
+        for algorithm in cublaslt.candidates(case, x.device.index):
+            try:
+                run = use.with_product(Product(case, algorithm, workspace))
+            except RuntimeError:
+                continue
+            runs[number, algorithm] = run
+    use.with_torch(x, weight, out)
     expected = out.to(torch.float32, copy=True)
     allowed = _TOLERANCE * expected.abs().max()
     for name, run in list(runs.items()):
-        run(x, weights[0], out.zero_())
+        run(x, weight, out.zero_())
         if not bool(((out.float() - expected).abs().max() <= allowed).item()):
             del runs[name]
-    times = _times(runs.values(), x, weights, out)
-    best = min(zip(times, runs, strict=True))
-    return best[1] if b"" in runs and best[0] < _GAIN * times[0] else None
+    of_torch, *others = _times([use.with_torch, *runs.values()], x, use.weights, out)
+    best = min(zip(others, runs, strict=True), default=None)
+    return best[1] if best is not None and best[0] < _GAIN * of_torch else None
 
 
-def _times(
-    runs: Iterable[Callable[[Tensor, Tensor, Tensor], None]],
-    x: Tensor,
-    weights: Sequence[Tensor],
-    out: Tensor,
-) -> list[float]:
+def _times(runs: Iterable[Run], x: Tensor, weights: Sequence[Tensor], out: Tensor) -> list[float]:
     """Return milliseconds of each, in turn, medians; the host is far ahead of the device."""
     runs, marks = list(runs), []
     for _ in range(_ROUNDS):
