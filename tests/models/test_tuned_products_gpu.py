@@ -61,7 +61,7 @@ def test_every_proposal_for_parts_is_right(rows: int, parts: int) -> None:
 
 def test_what_was_chosen_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    # Each is quicker than the one before it, and torch comes first.
+    # Each is quicker than the one before it, and torch comes first where it takes part.
     monkeypatch.setattr(tune, "_times", lambda runs, *call: [1 / (1 + i) for i in range(len(runs))])
     weights = [("linear", rows_of(4096, 512)) for _ in range(3)] + [("logits", rows_of(512, 1024))]
     weights += [("linear", rows_of(257, 512)), ("add", rows_of(512, 4096))]
