@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from hybridspec.errors import UnsupportedError
 from hybridspec.models import HybridModel
 from hybridspec.models.mlp import MoeMlp
@@ -29,8 +31,14 @@ def prepare_products(model: HybridModel, row_counts: Sequence[int]) -> None:
     products = model.products
     if isinstance(products, TunedProducts):
         products.tune(model.matrices(), row_counts)
-    if not isinstance(products, OrderedProducts):
-        return
+    elif isinstance(products, OrderedProducts):
+        _check_order(model, products, row_counts)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # or what was tried on counts as memory that graphs give back
+
+
+def _check_order(model: HybridModel, products: OrderedProducts, row_counts: Sequence[int]) -> None:
+    """Raise UnsupportedError if the bits of a row depend on how many rows there are."""
     for shape, weight in {weight.shape: weight for _, weight in model.matrices()}.items():
         reason = explain_order(weight)
         if reason is not None:
