@@ -97,7 +97,7 @@ FLAGS = set(
         r"--[a-z][a-z0-9-]*",
         "\n".join(
             file.read_text(encoding="utf-8")
-            for pattern in ("tools/*.py", "benchmarks/**/*.py", "tests/conftest.py")
+            for pattern in ("tools/*.py", "scripts/*.py", "benchmarks/**/*.py", "tests/conftest.py")
             for file in ROOT.glob(pattern)
         ),
     )
