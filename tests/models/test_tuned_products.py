@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridspec.models import tuned_products
-from hybridspec.models.products import BLAS, products_of
+from hybridspec.models.products import BLAS
 from hybridspec.models.tuned_products import TunedProducts
 from hybridspec.ops._kernel_cache import FOLDER_VARIABLE
 from hybridspec.ops.norms import RmsNorm
@@ -161,7 +161,6 @@ def test_products_of_other_sizes_and_places_are_torchs(asked: Asked) -> None:
 def test_nothing_is_looked_for_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cublaslt.explain() is None) == (torch.version.cuda is not None)
     monkeypatch.setattr(cublaslt, "explain", lambda: "no library")
-    products = products_of("tuned")
-    assert isinstance(products, TunedProducts)
+    products = TunedProducts()
     products.tune([("linear", aligned(16, 32))], [4])
     assert not products.found

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridspec.ops.norms import RmsNorm
 from hybridspec.ops.products import multiply
 
-__all__ = ["BLAS", "PRODUCTS", "OrderedProducts", "Products", "products_of"]
+__all__ = ["BLAS", "PRODUCTS", "OrderedProducts", "Products"]
 
 PRODUCTS = "products"  # the op, as engines name it
 
@@ -91,12 +91,3 @@ class OrderedProducts(_Normed):
 
 
 BLAS: Products = _Blas()
-
-
-def products_of(backend: str) -> Products:
-    """Return the products that a backend names: "ordered", "tuned", or torch's for another name."""
-    if backend == "tuned":
-        from hybridspec.models.tuned_products import TunedProducts
-
-        return TunedProducts()
-    return OrderedProducts() if backend == "ordered" else BLAS

@@ -28,7 +28,8 @@ from hybridspec.models.layers import (
     GdnLayer,
 )
 from hybridspec.models.mlp import EXPERTS, Mlp, MoeMlp
-from hybridspec.models.products import PRODUCTS, Products, products_of
+from hybridspec.models.products import BLAS, PRODUCTS, OrderedProducts, Products
+from hybridspec.models.tuned_products import TunedProducts
 from hybridspec.ops.experts import Matrices
 from hybridspec.ops.norms import RmsNorm
 
@@ -73,7 +74,8 @@ class WeightReader:
     _scratch: Tensor = field(init=False, default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def __post_init__(self) -> None:
-        self.products = products_of(self.backends.get(PRODUCTS, "auto"))
+        named: dict[str, Products] = {"ordered": OrderedProducts(), "tuned": TunedProducts()}
+        self.products = named.get(self.backends.get(PRODUCTS, "auto"), BLAS)
 
     @property
     def vector_dtype(self) -> torch.dtype:
