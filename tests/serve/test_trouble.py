@@ -72,6 +72,17 @@ def test_a_body_that_is_too_long(running: Running) -> None:
     assert status == 413 and check_shape(status, answer)
 
 
+def test_a_body_of_millions_of_lists(running: Running) -> None:
+    """Told before they are made: that would take seconds, in which nobody else is served."""
+    body = b'{"model": "small", "prompt": [' + b",".join([b"[]"] * 200_000) + b"]}"
+    headers = {"Content-Type": "application/json"}
+    status, answer, _ = ask(running, "POST", "/v1/completions", body, headers)
+    check_shape(status, answer)
+    message = json.loads(answer)["error"]["message"]
+    assert status == 400
+    assert message == "body: holds 200002 of [ and {, expected at most 131072"
+
+
 def test_paths_that_tell_about_the_server(running: Running) -> None:
     assert ask(running, "GET", "/health")[0] == ask(running, "GET", "/ready")[0] == 200
     assert set(json.loads(ask(running, "GET", "/version")[1])) == {"version"}
