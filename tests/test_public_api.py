@@ -104,3 +104,20 @@ def test_pins_lie_within_the_ranges() -> None:
         requirement = Requirement(text)
         if requirement.name != "hybridspec":
             assert requirement.specifier.contains(pins[requirement.name]), text
+
+
+def test_a_package_that_is_missing_is_told_in_one_line() -> None:
+    """As the command line tells it; the name stays for whoever catches the error."""
+    code = """
+import sys
+sys.modules["safetensors"] = None  # as if it were not installed
+import hybridspec
+try:
+    hybridspec.LLM
+except ModuleNotFoundError as error:
+    print(error.name, error, error.__cause__)
+"""
+    assert python(code) == (
+        "safetensors hybridspec.LLM needs safetensors: pip install 'hybridspec[engine]', in a "
+        "clone -e '.[engine]' None\n"
+    )
