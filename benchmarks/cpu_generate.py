@@ -30,7 +30,12 @@ Generate = Callable[[list[int]], list[int]]
 
 def transformers_generate(max_tokens: int) -> Generate:
     """Greedy generate of transformers on the same folder, fp32."""
-    from transformers import AutoModelForCausalLM
+    try:
+        from transformers import AutoModelForCausalLM
+    except ModuleNotFoundError:
+        raise SystemExit(
+            "needs transformers (pip install transformers), or --no-transformers"
+        ) from None
 
     model = AutoModelForCausalLM.from_pretrained(bundled_model_path(), dtype=torch.float32).eval()
 
