@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridspec.ops.norms import RmsNorm
-from hybridspec.ops.products import multiply
+from hybridspec.ops.norms import RmsNorm, add_rms_norm
+from hybridspec.ops.products import multiply, multiply_in_parts
 
 __all__ = ["BLAS", "PRODUCTS", "OrderedProducts", "Products"]
 
@@ -38,24 +38,19 @@ class Products(Protocol):
         ...
 
 
-class _Normed:
-    """The norm of a sum, in a launch of its own."""
-
-    def add_and_norm(
-        self: Products, residual: Tensor, x: Tensor, weight: Tensor, norm: RmsNorm
-    ) -> tuple[Tensor, Tensor]:
-        """See `Products`."""
-        added = self.add(residual, x, weight)
-        return added, norm.forward(added)
-
-
-class _Blas(_Normed):
+class _Blas:
     """As torch multiplies; on a CPU logits are rounded to the weight's dtype and then widened."""
 
     linear = staticmethod(F.linear)
 
     def add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return residual.addmm_(x, weight.t())
+
+    def add_and_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, norm: RmsNorm
+    ) -> tuple[Tensor, Tensor]:
+        added = self.add(residual, x, weight)
+        return added, norm.forward(added)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
@@ -64,7 +59,7 @@ class _Blas(_Normed):
         return logits if logits.dtype is torch.float64 else logits.float()
 
 
-class OrderedProducts(_Normed):
+class OrderedProducts:
     """As `hybridspec.ops.products` multiplies: a row's bits do not depend on other rows.
 
     Attributes:
@@ -84,6 +79,14 @@ class OrderedProducts(_Normed):
     def add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """See `Products`."""
         return multiply(x, weight, residual, backend="triton")
+
+    def add_and_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, norm: RmsNorm
+    ) -> tuple[Tensor, Tensor]:
+        """See `Products`; the norm's launch adds the parts of the sum."""
+        parts = multiply_in_parts(x, weight, backend="triton")
+        normed = add_rms_norm(parts, residual, norm.weight, norm.eps, backend="triton")
+        return residual, normed
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """See `Products`."""

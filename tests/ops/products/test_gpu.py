@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridspec.ops.products import explain_order, launch, multiply
+from hybridspec.ops.norms import add_rms_norm
+from hybridspec.ops.products import explain_order, launch, multiply, multiply_in_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -26,12 +27,21 @@ def test_rows_do_not_depend_on_other_rows(shape: tuple[int, int]) -> None:
     x, weight, residual = make(shape)
     wide = x.double() @ weight.double().t() + residual.double()
     expected = multiply(x, weight, residual, backend="triton")
+    parts = multiply_in_parts(x, weight, backend="triton")
+    scale = torch.rand(shape[0], device="cuda")
+    added = residual.clone()
+    normed = add_rms_norm(parts, added, scale, 1e-6)
+    assert torch.equal(added, expected)
     torch.testing.assert_close(expected.double(), wide, rtol=8e-3, atol=8e-3)
     for count in (1, 3, 16, 17, 64, 65, 200, 300):
         for first in (0, 300 - count):
             rows = slice(first, first + count)
             found = multiply(x[rows], weight, residual[rows], backend="triton")
             assert torch.equal(found, expected[rows])
+            found = multiply_in_parts(x[rows], weight, backend="triton")
+            assert torch.equal(found, parts[:, rows])
+            added = residual[rows].clone()
+            assert torch.equal(add_rms_norm(found, added, scale, 1e-6), normed[rows])
     assert explain_order(weight) is None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from helpers.triton_process import run_with_compiler
 from hybridspec.errors import UnsupportedError
-from hybridspec.ops.products import multiply, naive
+from hybridspec.ops.products import multiply, multiply_in_parts, naive
 from hybridspec.ops.products.launch import ROW_COUNTS, choose_launch, num_parts
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -42,6 +42,23 @@ def test_reference(dtype: torch.dtype, has_residual: bool) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_parts_of_sums(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, weight = (
+        torch.randn(size, generator=generator, dtype=F64).to(dtype)
+        for size in ((3, 4096), (7, 4096))
+    )
+    parts = multiply_in_parts(x, weight)
+    assert parts.shape == (num_parts(7, 4096), 3, 7)
+    assert parts.dtype is (F64 if dtype is F64 else F32)
+    expected = x.double() @ weight.double().t()
+    bound = 1e-11 if dtype is F64 else 1e-3
+    torch.testing.assert_close(parts.double().sum(0), expected, rtol=bound, atol=bound)
+    first = x[:, :1024].double() @ weight[:, :1024].double().t()
+    torch.testing.assert_close(parts[0].double(), first, rtol=bound, atol=bound)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
@@ -50,6 +67,7 @@ def test_reference(dtype: torch.dtype, has_residual: bool) -> None:
         (lambda: multiply(ONES(3, 4), ONES(2, 4).half()), TypeError, "weight: expected dtype"),
         (lambda: multiply(ONES(3, 4), ONES(4, 2).mT), ValueError, "weight: expected a last"),
         (lambda: multiply(ONES(3, 4), ONES(2, 4), ONES(3, 3)), ValueError, r"residual: .*\[3, 3\]"),
+        (lambda: multiply_in_parts(ONES(3, 4), ONES(2, 3)), ValueError, r"weight: .*got \[2, 3\]"),
         (
             lambda: multiply(ONES(3, 4), ONES(2, 4), backend="triton"),
             UnsupportedError,

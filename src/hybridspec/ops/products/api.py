@@ -9,7 +9,7 @@ from hybridspec.ops._checks import FLOATS, Dims, check, check_dtype, check_last_
 from hybridspec.ops._library import register_kernel
 from hybridspec.ops.products import cpu, launch
 
-__all__ = ["explain_multiply", "multiply"]
+__all__ = ["explain_multiply", "multiply", "multiply_in_parts"]
 
 
 def multiply(
@@ -53,6 +53,27 @@ def multiply(
     return out
 
 
+def multiply_in_parts(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
+    """Multiply rows with a weight, and leave the parts that the sums are cut into; as `multiply`.
+
+    Whoever adds them in their order, and then a residual, has what `multiply` would have given.
+
+    Args:
+        x, weight, backend: as in `multiply`.
+
+    Returns:
+        [P, N, F], fp32 (fp64 if `x` is); P is a function of the weight's shape.
+
+    Raises:
+        TypeError, UnsupportedError, ValueError: as `multiply`.
+    """
+    num = launch.num_parts(*weight.shape)
+    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+    parts = x.new_empty((num, x.shape[0], weight.shape[0]), dtype=wide)
+    _in_parts(x, weight, parts, backend=backend)
+    return parts
+
+
 def explain_multiply(
     x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor
 ) -> dict[str, str | None]:
@@ -77,6 +98,17 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> N
         check_last_stride(name, tensor)
 
 
+def _check_in_parts(x: Tensor, weight: Tensor, parts: Tensor) -> None:
+    _check(x, weight, None, parts[0])
+
+
+_in_parts = register_kernel(
+    "products.multiply_in_parts",
+    launch.explain_in_parts,
+    launch.multiply_in_parts,
+    cpu.multiply_in_parts,
+    _check_in_parts,
+)
 _multiply = register_kernel(
     "products.multiply", launch.explain, launch.multiply, cpu.multiply, _check
 )

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from hybridspec.ops._triton_support import capability, explain_tensors
 
-__all__ = ["ROW_COUNTS", "LaunchConfig", "choose_launch", "explain", "multiply", "num_parts"]
+__all__ = [
+    "ROW_COUNTS",
+    "LaunchConfig",
+    "choose_launch",
+    "explain",
+    "explain_in_parts",
+    "multiply",
+    "multiply_in_parts",
+    "num_parts",
+]
 
 _SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB a multiprocessor
 _GROUP = 8  # tiles of rows that share their columns' weights in the L2 cache
@@ -88,6 +97,11 @@ def explain(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor) -> 
     return explain_tensors(named if residual is None else [*named, ("residual", residual)])
 
 
+def explain_in_parts(x: Tensor, weight: Tensor, parts: Tensor) -> str | None:
+    """Return why the kernels do not support a call, or None."""
+    return explain_tensors([("x", x), ("weight", weight), ("parts", parts)])
+
+
 def multiply(
     x: Tensor,
     weight: Tensor,
@@ -96,22 +110,54 @@ def multiply(
     config: LaunchConfig | None = None,
 ) -> None:
     """Launch the kernels; `config` overrides the choice."""
-    from hybridspec.ops.products.triton_multiply import add_parts_kernel, multiply_kernel
+    from hybridspec.ops.products.triton_multiply import add_parts_kernel
 
-    (num_rows, num_terms), num_columns = x.shape, weight.shape[0]
+    num_rows, (num_columns, num_terms) = x.shape[0], weight.shape
     if out.numel() == 0:
         return
+    num = num_parts(num_columns, num_terms)
+    if num == 1:
+        _launch(x, weight, residual, out, 1, config)
+        return
+    parts = out.new_empty(num, num_rows, num_columns, dtype=torch.float32)
+    _launch(x, weight, None, parts, num, config)
+    with torch.cuda.device_of(x):
+        add_parts_kernel[(num_rows, -(-num_columns // _REDUCE_BLOCK))](
+            parts, residual, out, num_rows, 0 if residual is None else residual.stride(0),
+            out.stride(0),
+            F=num_columns,
+            PARTS=num,
+            BLOCK=_REDUCE_BLOCK,
+            num_warps=4,
+        )  # fmt: skip
+
+
+def multiply_in_parts(
+    x: Tensor, weight: Tensor, parts: Tensor, config: LaunchConfig | None = None
+) -> None:
+    """Launch the first kernel alone; `config` overrides the choice."""
+    if parts.numel():
+        _launch(x, weight, None, parts, parts.shape[0], config)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    out: Tensor,
+    parts: int,
+    config: LaunchConfig | None,
+) -> None:
+    from hybridspec.ops.products.triton_multiply import multiply_kernel
+
+    (num_rows, num_terms), num_columns = x.shape, weight.shape[0]
     if config is None:
         config = choose_launch(capability(x), num_rows, x.element_size())
-    parts = num_parts(num_columns, num_terms)
     tiles = -(-num_rows // config.block_m) * -(-num_columns // config.block_n)
-    target, added = out, residual
-    if parts > 1:
-        target, added = out.new_empty(parts, num_rows, num_columns, dtype=torch.float32), None
     with torch.cuda.device_of(x):
         multiply_kernel[(tiles, parts)](
-            x, weight, added, target, num_rows, x.stride(0), weight.stride(0),
-            0 if added is None else added.stride(0), target.stride(-2),
+            x, weight, residual, out, num_rows, x.stride(0), weight.stride(0),
+            0 if residual is None else residual.stride(0), out.stride(-2),
             F=num_columns,
             D=num_terms,
             PARTS=parts,
@@ -122,12 +168,3 @@ def multiply(
             num_stages=config.num_stages,
             num_warps=config.num_warps,
         )  # fmt: skip
-        if parts > 1:
-            add_parts_kernel[(num_rows, -(-num_columns // _REDUCE_BLOCK))](
-                target, residual, out, num_rows, 0 if residual is None else residual.stride(0),
-                out.stride(0),
-                F=num_columns,
-                PARTS=parts,
-                BLOCK=_REDUCE_BLOCK,
-                num_warps=4,
-            )  # fmt: skip
