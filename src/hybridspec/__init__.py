@@ -37,21 +37,18 @@ _HOMES = {
 }
 
 
-_EXTRA_MODULES = {"huggingface_hub", "jinja2", "safetensors", "tokenizers"}  # of "engine"
-
-
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'hybridspec' has no attribute {name!r}")
     try:
         return getattr(import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRA_MODULES:
+        found = import_module("hybridspec.errors").missing_package(error)
+        if found is None:
             raise
-        text = (
-            f"hybridspec.{name} needs {error.name}: pip install 'hybridspec[engine]', in a clone "
-        )
-        raise ModuleNotFoundError(f"{text}-e '.[engine]'", name=error.name) from None
+        package, extra = found
+        text = f"hybridspec.{name} needs {package}: pip install 'hybridspec[{extra}]', in a clone "
+        raise ModuleNotFoundError(f"{text}-e '.[{extra}]'", name=package) from None
 
 
 def __dir__() -> list[str]:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-__all__ = ["CapacityError", "CheckpointError", "UnsupportedError", "visible"]
+__all__ = ["CapacityError", "CheckpointError", "UnsupportedError", "missing_package", "visible"]
 
 _MAX_CHARACTERS = 1000  # of a message
+# Packages that an installation may lack, by the extra that brings them.
+_EXTRAS = {
+    "engine": {"huggingface_hub", "jinja2", "rich", "safetensors", "tokenizers", "torch"},
+    "serve": {"prometheus_client", "pydantic", "starlette", "uvicorn"},
+    "cluster": {"ray"},
+}
+
+
+def missing_package(error: ModuleNotFoundError) -> tuple[str, str] | None:
+    """Return the package that an import lacks and the extra that brings it; None: no extra does."""
+    package = (error.name or "").partition(".")[0]
+    return next(((package, extra) for extra, those in _EXTRAS.items() if package in those), None)
 
 
 def visible(text: str) -> str:

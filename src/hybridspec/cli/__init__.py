@@ -11,12 +11,16 @@ import sys
 from collections.abc import Sequence
 
 from hybridspec.cli.usage import UsageError
-from hybridspec.errors import CapacityError, CheckpointError, UnsupportedError, visible
+from hybridspec.errors import (
+    CapacityError,
+    CheckpointError,
+    UnsupportedError,
+    missing_package,
+    visible,
+)
 
 __all__ = ["main"]
 
-_SERVE_MODULES = {"prometheus_client", "pydantic", "starlette", "uvicorn"}
-_EXTRA_MODULES = {"huggingface_hub", "jinja2", "rich", "safetensors", "tokenizers", "torch"}
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -51,13 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in _EXTRA_MODULES | _SERVE_MODULES | {"ray"}:
+        found = missing_package(error)
+        if found is None:
             raise
-        extra = "serve" if missing in _SERVE_MODULES else "engine"
-        if missing == "ray":
-            extra = "cluster"
-        return _complain(f"{missing} is not installed: pip install 'hybridspec[{extra}]'")
+        package, extra = found
+        return _complain(f"{package} is not installed: pip install 'hybridspec[{extra}]'")
     except (UsageError, CheckpointError, UnsupportedError, CapacityError, OSError) as error:
         return _complain(_explain(error))
 
