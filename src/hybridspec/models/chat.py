@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridspec.errors import CheckpointError, UnsupportedError, visible
-from hybridspec.models.fields import check_plain, is_there, read_json
+from hybridspec.models.fields import is_there, read_json, read_text
 from hybridspec.models.templates import TemplateError, TemplateFailure, run_template
 from hybridspec.values import flag, shown
 
@@ -196,8 +196,7 @@ def _joined(kwargs: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[s
 
 def _text(file: Path) -> str:
     try:
-        check_plain(file)
-        return file.read_text(encoding="utf-8-sig")
+        return read_text(file, "utf-8-sig")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not readable as UTF-8 text ({error})") from None
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridspec.errors import CheckpointError, UnsupportedError
-from hybridspec.models.fields import check_plain, is_there
+from hybridspec.models.fields import is_there, read_text
 
 __all__ = ["Checkpoint", "OnProgress", "weight_files"]
 
@@ -227,8 +227,7 @@ def weight_files(folder: Path, only: str = "") -> list[str]:
 def _read_index(index: Path) -> dict[str, str]:
     """Return which file holds each tensor."""
     try:
-        check_plain(index)
-        shard_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shard_of = json.loads(read_text(index))["weight_map"]
         if not shard_of or not all(isinstance(shard, str) for shard in shard_of.values()):
             raise TypeError("names and files must be texts, at least one of each")
         if outside := [shard for shard in shard_of.values() if not _is_inside(shard)]:

@@ -11,7 +11,7 @@ from typing import Any
 from hybridspec.errors import CheckpointError
 from hybridspec.values import shown
 
-__all__ = ["Fields", "check_plain", "is_there", "read_json"]
+__all__ = ["Fields", "check_plain", "is_there", "read_json", "read_text"]
 
 _MAX_SIZE = 1 << 24  # of anything: no model has more, and tables of this many rows can be made
 _MAX_BYTES = 1 << 28  # of a file of text; the largest tokenizers take a tenth of that
@@ -38,6 +38,17 @@ def check_plain(file: Path) -> None:
         raise OSError(f"{found.st_size} bytes, of which at most {_MAX_BYTES} are read")
 
 
+def read_text(file: Path, encoding: str = "utf-8") -> str:
+    """Read a file of text.
+
+    Raises:
+        OSError: if it cannot be read, or `check_plain` refuses it.
+        ValueError: if it is not in that encoding.
+    """
+    check_plain(file)
+    return file.read_text(encoding=encoding)
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
@@ -45,8 +56,7 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: if it cannot be read or holds something else.
     """
     try:
-        check_plain(file)
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not readable as JSON ({error})") from None
     if not isinstance(raw, dict):
