@@ -141,6 +141,6 @@ def _use(name: str, rows: int, weights: list[Tensor]) -> tune.Use:
 
 _TORCH: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "linear": lambda x, weight, out: torch.mm(x, weight.t(), out=out),
-    "add": lambda x, weight, out: out.addmm_(x, weight.t()),
+    "add": lambda x, weight, out: BLAS.add(out, x, weight),
     "logits": lambda x, weight, out: torch.mm(x, weight.t(), out_dtype=torch.float32, out=out),
 }

@@ -139,14 +139,14 @@ def choose_launch(
         itemsize: bytes of an element of keys and values.
     """
     # 64 rows are one instruction of a warp group; elsewhere they would not fit into registers.
-    largest_m = 64 if target[0] in _HAS_WARP_GROUPS and itemsize == 2 else 32
+    has_warp_groups = target[0] in _HAS_WARP_GROUPS and itemsize == 2
+    largest_m = 64 if has_warp_groups else 32
     block_m = min(max(round_up_to_power_of_two(num_query_rows), 16), largest_m)
     block_n, num_stages = 64 if itemsize == 2 else 16, 3
     if block_m == 64 and head_dim > 128:  # as many bytes in flight, with more registers to spare
         block_n, num_stages = 32, 4
     per_processor = 2 if head_dim <= (96 if block_m == 64 else 128) else 1
-    is_roomy = target[0] in _HAS_WARP_GROUPS and itemsize == 2
-    if num_requests >= _MANY_REQUESTS and per_processor == 1 and block_m <= 32 and is_roomy:
+    if num_requests >= _MANY_REQUESTS and per_processor == 1 and block_m <= 32 and has_warp_groups:
         block_n, per_processor = 32, 2  # one begins while the other one waits
     if target in _SMALL_SHARED_MEMORY:
         block_n, per_processor = min(block_n, 32), 1

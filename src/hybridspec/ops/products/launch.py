@@ -132,12 +132,10 @@ def multiply(
         )  # fmt: skip
 
 
-def multiply_in_parts(
-    x: Tensor, weight: Tensor, parts: Tensor, config: LaunchConfig | None = None
-) -> None:
-    """Launch the first kernel alone; `config` overrides the choice."""
+def multiply_in_parts(x: Tensor, weight: Tensor, parts: Tensor) -> None:
+    """Launch the first kernel alone."""
     if parts.numel():
-        _launch(x, weight, None, parts, parts.shape[0], config)
+        _launch(x, weight, None, parts, parts.shape[0], None)
 
 
 def _launch(
